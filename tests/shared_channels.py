@@ -274,11 +274,13 @@ class _Engine(Engine):
         return call(*args)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        if "update" in message:
-            with self.reader.lease(min_version=message["update"]["version"]) as lease:
+        if "lease" in message:
+            with self.reader.lease(min_version=message["lease"]["version"]) as lease:
                 if lease.version == self.refused:
                     raise RuntimeError("weights: expected others; publish them")
-                self.version = lease.version
+                self.leased = lease.version
+        if "load" in message:
+            self.version = self.leased
 
 
 def updates_of_an_engine() -> list[Any]:

@@ -70,6 +70,21 @@ def test_a_cancelled_update_is_whole_before_it_is_cancelled(engine, model, fault
     run(test)
 
 
+def test_an_update_from_another_channel_waits_for_the_one_that_goes_on(engine, model, faults, run):
+    async def test(weights):
+        with WeightChannel.create(model) as channel, EngineWeights(channel, engine) as others:
+            with faults.stopping():
+                update = asyncio.create_task(weights.update_async())
+                await asyncio.to_thread(faults.wait)
+                other = asyncio.create_task(others.update_async(version=500))
+                await asyncio.sleep(0.5)
+                assert channel.version is None
+            assert [await update, await other] == [101, 500]
+            assert await answer_of(engine, "the last") == (expected(model), ["500"])
+
+    run(test)
+
+
 def test_a_cancelled_wait_for_a_pause_changes_nothing(engine, model, run):
     async def test(weights):
         await weights.update_async()
@@ -83,6 +98,7 @@ def test_a_cancelled_wait_for_a_pause_changes_nothing(engine, model, run):
         with pytest.raises(asyncio.CancelledError):
             await update
         assert not await engine.is_paused()
+        assert [reader.leased for reader in weights.channel.readers()] == [()]
         async for _ in running:
             pass
         assert await answer_of(engine, "next") == (expected(model), ["101"])
@@ -98,30 +114,28 @@ def test_a_cancelled_wait_for_a_pause_changes_nothing(engine, model, run):
 def test_a_failure_in_the_middle_lets_requests_go_on(engine, model, faults, run):
     async def test(weights):
         await weights.update_async()
-        tokens = expected(model)
         running = asyncio.create_task(answer_of(engine, "runs", 200))
         await asyncio.sleep(0.1)
         train(model)
-        with faults.failing(), pytest.raises(Exception, match="out of memory") as told:
-            await weights.update_async()
-        assert told.value.__notes__ == ["engine: it goes on with the version before, '101'"]
-        answered, versions = await running
-        assert answered[:12] == tokens
-        assert versions == ["101"]
-        assert await answer_of(engine, "goes on") == (tokens, ["101"])
+        with faults.failing():
+            assert await weights.update_async() == 102
+            faults.wait(0)
+        _, versions = await running
+        assert set(versions) <= {"101", "102"}
+        assert await answer_of(engine, "goes on") == (expected(model), ["102"])
 
     run(test)
 
 
-def test_one_that_cannot_go_back_lets_them_wait_for_the_next_update(engine, model, faults, run):
+def test_one_that_fails_twice_lets_them_wait_for_the_next_update(engine, model, faults, run):
     async def test(weights):
         with (
             faults.failing(always=True),
-            pytest.raises(Exception, match="out of memory") as told,
+            pytest.raises(RuntimeError, match=r"second try, got .*out of memory"),
         ):
             await weights.update_async()
-        assert "expected to go back" in told.value.__notes__[0]
         assert await engine.is_paused()
+        assert await engine.get_weight_version() == "unknown"
         request = asyncio.create_task(answer_of(engine, "waits"))
         # Nor does an update repair it that fails before it touches the model.
         impatient = EngineWeights(weights.channel, engine, timeout=0.1)

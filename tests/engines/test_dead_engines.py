@@ -48,7 +48,10 @@ def test_they_leave_an_engine_with_this_backend_as_it_was(folder, model, tmp_pat
         assert list(completion(llm).token_ids) == before
         train(model)
         with EngineWeights(channel, llm) as weights:
-            with faults.failing(), pytest.raises(Exception, match="out of memory"):
+            with (
+                faults.failing(always=True),
+                pytest.raises(RuntimeError, match=r"second try, got .*out of memory"),
+            ):
                 weights.update()
             with pytest.raises(EngineDeadError):
                 completion(llm)
@@ -76,3 +79,23 @@ def test_an_engine_that_is_killed_during_an_update(folder, model, tmp_path, monk
         assert weights.version is None
         # Nobody holds the slot that its worker had leased.
         assert [channel.publish(), channel.publish()] == [2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_killed_ends_the_engine(folder, model, tmp_path, monkeypatch, workers):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    faults = inject(tmp_path, monkeypatch)
+    with (
+        offline(folder, tensor_parallel_size=workers) as llm,
+        WeightChannel.create(model) as channel,
+        EngineWeights(channel, llm) as weights,
+    ):
+        weights.update()
+        with (
+            faults.told("dies", workers - 1),
+            pytest.raises(Exception, match=r"start a new|EngineCore|died"),
+        ):
+            weights.update()
+        with pytest.raises(Exception, match=r"dead|died|Engine"):
+            completion(llm)

@@ -23,7 +23,7 @@ from engine_servers import (
     wait_until_running,
     without_routes,
 )
-from tiny_engines import PROMPT, expected, tiny_model, train
+from tiny_engines import expected, tiny_model, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
@@ -138,25 +138,33 @@ class TestRunning:
             weights.update(version=100)
             assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
 
-    def test_a_fault_leaves_the_version_before(self, address, model, faults):
+    def test_a_load_that_fails_is_repeated(self, address, model, faults):
         with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
             weights.update(version=100)
-            answer = self.answer_of(address)
-            assert answer == (expected(model), [("100", 0, 12)])
             train(model)
-            with ThreadPoolExecutor(1) as thread:
-                running = thread.submit(generated, address, PROMPT, 200)
-                with faults.failing(), pytest.raises(RuntimeError, match="out of memory") as told:
-                    weights.update()
-                assert running.result()["token_ids"][:12] == answer[0]
-            assert told.value.__notes__ == ["engine: it goes on with the version before, '100'"]
-            assert self.answer_of(address) == answer
-            weights.update()
-            assert self.answer_of(address) == (expected(model), [("102", 0, 12)])
+            with faults.failing():
+                assert weights.update() == 101
+                faults.wait(0)
+            assert self.answer_of(address) == (expected(model), [("101", 0, 12)])
+
+    def test_requests_wait_after_one_that_fails_twice(self, address, model, faults):
+        with (
+            WeightChannel.create(model) as channel,
+            EngineWeights(channel, address) as weights,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            weights.update(version=100)
+            with faults.failing(always=True), pytest.raises(RuntimeError, match="out of memory"):
+                weights.update()
+            assert is_paused(address)
+            waiting = thread.submit(self.answer_of, address)
+            train(model)
+            assert weights.update() == 102
+            assert waiting.result() == (expected(model), [("102", 0, 12)])
 
     @pytest.mark.parametrize("kind", ["stops", "halts"])
     def test_a_trainer_that_is_killed_while_the_engine_loads(self, address, faults, kind):
-        """The engine has loaded the new version then, or the one before again."""
+        """The engine loads the new version then, again if it has to."""
         with updater(address, 0) as trainer:
             with faults.told(kind):
                 faults.wait()

@@ -97,15 +97,11 @@ def test_a_version_that_never_comes(llm, model, weights):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_fails_in_the_middle(llm, model, weights, faults, rank):
-    before = expected(model)
     train(model)
-    with (
-        faults.failing(rank),
-        pytest.raises(Exception, match=rf"worker {rank}: MemoryError: out of memory") as told,
-    ):
-        weights.update()
-    assert told.value.__notes__ == ["engine: it goes on with the version before, '100'"]
-    assert answer_of(llm) == (before, "100")
+    with faults.failing(rank):
+        assert weights.update() == 101
+        faults.wait(0)
+    assert answer_of(llm) == (expected(model), "101")
     assert in_step(llm)
 
 
@@ -113,10 +109,9 @@ def test_a_worker_that_fails_in_the_middle(llm, model, weights, faults, rank):
 def test_a_worker_that_fails_again(llm, model, weights, faults, rank):
     with (
         faults.failing(rank, always=True),
-        pytest.raises(Exception, match="out of memory") as told,
+        pytest.raises(RuntimeError, match=rf"second try.*worker {rank}: MemoryError: out of mem"),
     ):
         weights.update()
-    assert f"worker {rank}: MemoryError" in told.value.__notes__[0]
     assert llm.get_weight_version() == "unknown"
     assert in_step(llm)
 

@@ -226,6 +226,24 @@ def test_a_collector_that_is_dropped_frees_its_channel():
         handle.open()
 
 
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_a_peft_model_is_sent_merged_or_as_it_is(strategy):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False)
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), config)
+    scheme = ChannelWeightSyncScheme(strategy)
+    scheme.init_on_sender(model_id="policy", model=model)
+    scheme.connect()
+    with scheme.channel.handle.open() as reader, reader.lease() as lease:
+        sent = dict(zip((e.name for e in reader.layout.stored), lease.views, strict=True))
+        whole = model.state_dict()
+        if strategy == "state_dict":
+            whole = copy.deepcopy(model).merge_and_unload().state_dict()
+        assert sent.keys() == whole.keys()
+        assert all(torch.equal(sent[name], whole[name]) for name in sent)
+    scheme.shutdown()
+
+
 def test_what_a_channel_cannot_do_is_refused():
     for arguments, message in (
         ({"timeout": -1}, "timeout: expected a finite number of seconds"),

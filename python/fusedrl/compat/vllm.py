@@ -125,8 +125,8 @@ def model_without_memory(vllm_config: Any) -> Any:
 
 
 @VLLM.needs("vllm.model_executor.layers.attention:is_deferred_attention_layer")
-def layers_that_load(model: nn.Module, every: bool) -> list[tuple[str, nn.Module]]:
-    """The layers that vLLM's loader treats: all, or the first of those that it treats alike."""
+def layers_that_load(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that vLLM's loader treats: the first of those that it treats alike."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     first = {}
@@ -134,7 +134,7 @@ def layers_that_load(model: nn.Module, every: bool) -> list[tuple[str, nn.Module
         own = [(n, p.shape, p.dtype) for n, p in layer.named_parameters(recurse=False)]
         if own and not is_deferred_attention_layer(layer):
             method = getattr(layer, "quant_method", None)
-            kind = name if every else (type(layer), type(method), *own)
+            kind = (type(layer), type(method), *own)
             first.setdefault(kind, (name, layer))
     return list(first.values())
 

@@ -56,7 +56,7 @@ class Ranks:
         """Do something on every rank, and learn whether it failed on one of them.
 
         Args:
-            attempt: what to do; the caller undoes it where this returns ``None`` or raises.
+            attempt: what to do; the caller releases it where this returns ``None`` or raises.
 
         Returns:
             What ``attempt`` returned; ``None`` if it failed on any rank.

@@ -21,9 +21,8 @@ _FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
 class EngineFollower(Following):
     """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
 
-    The engine holds the version that it has, to go back to it if the next does not load. As long as
-    it is followed, torchrl's wrappers report the version of each token, if vLLM does (from 0.32
-    on).
+    As long as the engine is followed, torchrl's wrappers report the version of each token, if vLLM
+    does (from 0.32 on).
 
     Args:
         handle: the handle of the channel, which the engine opens itself.

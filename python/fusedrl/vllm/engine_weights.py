@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,13 +18,17 @@ from fusedrl.vllm.channel_socket import ChannelSocket
 from fusedrl.vllm.engines import InFlight, engine_of
 from fusedrl.vllm.updates import Updates, to_its_end
 
+# Held by an update of an engine, by the key of the engine, whatever channel it is from.
+_TURNS: weakref.WeakValueDictionary[int | str, Any] = weakref.WeakValueDictionary()
+
 
 class EngineWeights:
     """Keeps a vLLM engine at the versions of a weight channel.
 
-    An update is complete or does not happen: if it fails in its middle, the engine loads the
-    version before again, and goes on under its number. The number of the version is the channel's
-    everywhere: in the engine, in ``CompletionOutput.weight_versions`` of each request, and here.
+    What is refused leaves the engine as it is. A load that fails in its middle is repeated, and if
+    that fails too, the engine answers nothing until an update succeeds. The number of the version
+    is the channel's everywhere: in the engine, in ``CompletionOutput.weight_versions`` of each
+    request, and here.
 
     Args:
         channel: a channel with the weights of the engine's model, under the names of its
@@ -41,11 +46,6 @@ class EngineWeights:
         socket: path of a Unix socket, for an engine that sees other process ids than this process,
             such as containers on one machine that share the folder of the path.
         timeout: seconds that the engine's workers wait for a version.
-        keep_previous: whether the engine holds the version that it has, one more of the channel's
-            slots, so that an update that fails in its middle can load it again. Otherwise such an
-            engine has parts of two versions, and generates nothing until an update succeeds.
-        verify: whether each update compares every layer with what an engine that starts with the
-            published weights has, the layers that vLLM packs included. It takes a second load.
 
     Raises:
         TypeError: another kind of engine.
@@ -69,8 +69,6 @@ class EngineWeights:
         in_flight: InFlight = "recompute",
         socket: str | None = None,
         timeout: float = 60.0,
-        keep_previous: bool = True,
-        verify: bool = False,
     ) -> None:
         if in_flight not in ("recompute", "wait"):
             raise ValueError(
@@ -90,6 +88,7 @@ class EngineWeights:
                 )
             return
         called = engine_of(engine, timeout)
+        self._updating = _TURNS.setdefault(called.key, self._updating)
         self._socket = None if socket is None else ChannelSocket(channel, socket)
         self._updates = Updates(
             channel.handle,
@@ -98,8 +97,6 @@ class EngineWeights:
             in_flight=in_flight,
             socket=socket,
             timeout=timeout,
-            keep_previous=keep_previous,
-            verify=verify,
         )
 
     @property
@@ -123,10 +120,9 @@ class EngineWeights:
         Raises:
             ValueError: the weights do not fit the channel, or the channel does not fit the engine's
                 model. The engine goes on with the version that it has.
-            RuntimeError: the engine refused, with its own message. It goes on with the version
-                before, unless a note of the error says why it could not: the weights that it
-                started with are in no channel, for example. Then it stays paused, or a
-                ``vllm.LLM`` refuses to run, until an update succeeds.
+            RuntimeError: the engine refused, with its own message, and goes on with the version
+                that it has. Or loading has failed twice, which the message says: the engine stays
+                paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: the engine is an ``AsyncLLM``.
         """
         return self._load(partial(self._published, weights, version))

@@ -48,14 +48,12 @@ class ModelWeights:
         self._is_known_to_load = False
 
     @torch.no_grad()
-    def load(self, views: Sequence[Tensor], verify: bool = False) -> None:
+    def load(self, views: Sequence[Tensor]) -> None:
         """Load one version.
 
         Args:
             views: one for each stored entry, as :meth:`Layout.views` makes them. They may be freed
                 afterwards.
-            verify: compare all layers with what a start of the engine would make of this version,
-                and not only one of each kind at the first load.
 
         Raises:
             RuntimeError: the model has other weights than an engine that starts with this version.
@@ -65,24 +63,12 @@ class ModelWeights:
         weights = self._in_checkpoint(views)
         known, self._is_known_to_load = self._is_known_to_load, False
         vllm.load_again(self._model, self._config, weights)
-        wrong = [] if known and not verify else self._wrong_after(weights, verify)
-        if wrong:
+        if not known and (wrong := self._wrong_after(weights)):
             raise RuntimeError(
                 "engine: expected the weights that it would start with, got others after vLLM had "
-                "loaded them again; update it again, and if that fails too, start a new engine for "
-                "each version" + listed(wrong)
+                "loaded them again; start a new engine for each version" + listed(wrong)
             )
         self._is_known_to_load = True
-
-    @torch.no_grad()
-    def differences(self, views: Sequence[Tensor], rounding: float = 0.0) -> list[str]:
-        """The names of what the model has and a start with these weights would not make.
-
-        Args:
-            views: as for :meth:`load`.
-            rounding: relative to the largest value of a tensor, up to which values may differ.
-        """
-        return self._wrong_after(self._in_checkpoint(views), True, rounding)
 
     def _in_checkpoint(self, views: Sequence[Tensor]) -> vllm.Weights:
         def weights() -> Iterator[tuple[str, Tensor]]:
@@ -92,8 +78,8 @@ class ModelWeights:
 
         return weights
 
-    def _wrong_after(self, weights: vllm.Weights, every: bool, rounding: float = 0.0) -> list[str]:
-        """What in the model differs from what a start with these weights would make."""
+    def _wrong_after(self, weights: vllm.Weights) -> list[str]:
+        """What a start with these weights would make otherwise, in one layer of each kind."""
         # With enable_lora, layers are within others of vLLM's.
         layers = {
             name.replace(".base_layer", ""): layer
@@ -102,7 +88,7 @@ class ModelWeights:
         }
         device = next(self._model.parameters()).device
         twin, wrong = vllm.model_without_memory(self._config), []
-        for name, right in vllm.layers_that_load(twin, every):
+        for name, right in vllm.layers_that_load(twin):
             with vllm.started_layer(twin, right, self._config, weights, device):
                 actual: dict[str, Any] = dict(layers[name].named_parameters(recurse=False))
                 actual["cpu_linear"] = vllm.packed_product(layers[name], right)
@@ -111,7 +97,7 @@ class ModelWeights:
                 wrong += [
                     f"{name}.{what}"
                     for what, value in expected.items()
-                    if value is not None and not _same(actual.get(what), value, rounding)
+                    if value is not None and not _same(actual.get(what), value)
                 ]
         return wrong
 
@@ -264,10 +250,8 @@ class _Copies(DispatchMode):
         return result
 
 
-def _same(one: Tensor | None, other: Tensor, rounding: float) -> bool:
+def _same(one: Tensor | None, other: Tensor) -> bool:
     """Also where they are NaN."""
     if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if rounding and other.is_floating_point() and other.numel():
-        return bool((one - other).abs().max() <= rounding * other.abs().max())
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Lets a server go on whose trainer ended in the middle of an update."""
+"""Brings an update of a server to its end if the trainer ends in its middle."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from fusedrl.vllm.engines import Server
-from fusedrl.vllm.updates import Attempt, go_on, run_calls
+from fusedrl.vllm.updates import bring, pause, run_calls
 
 # Seconds between two looks at whether the trainer lives.
 _LOOK = 0.5
@@ -25,33 +24,34 @@ logger = logging.getLogger("fusedrl")
 
 
 class PauseGuard:
-    """Watches a trainer from a worker of the engine that it updates.
+    """Watches a trainer from a worker of the server that it updates.
 
     Args:
-        attempt: what the trainer said last, for which there is a guard of its own.
-        message: the trainer's, with the address of its channel.
+        server: the address of the server.
+        address: the fields of the channel's address.
+        version: that the workers have leased.
         is_dead: whether the trainer has ended without saying so.
-        version_of: returns the version that an attempt has loaded as a whole, or ``None``.
+
+    Attributes:
+        stays: whether the server stays paused after the update; ``None`` as long as the trainer has
+            not paused it.
     """
 
     def __init__(
-        self,
-        attempt: Attempt,
-        message: Any,
-        is_dead: Callable[[], bool],
-        version_of: Callable[[str], int | None],
+        self, server: str, address: dict[str, Any], version: int, is_dead: Callable[[], bool]
     ) -> None:
-        self.attempt = attempt
-        self.session: str = message.session
-        self._message = {**asdict(message), "hold": None}
+        self.session: str = address["session"]
+        self.stays: bool | None = None
+        self._server = Server(server, timeout=60.0)
+        self._address = address
+        self._version = version
         self._is_dead = is_dead
-        self._version_of = version_of
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="fusedrl-pause-guard", daemon=True).start()
 
     @property
     def is_watching(self) -> bool:
-        """Whether the update goes on, or is being recovered from."""
+        """Whether the update goes on, by the trainer or by this."""
         return not self._over.is_set()
 
     def end(self) -> None:
@@ -68,23 +68,18 @@ class PauseGuard:
     def _recover(self) -> None:
         for _ in range(_TRIES):
             try:
-                return run_calls(self._let_go())
+                return run_calls(self._go_on())
             except Exception:
                 logger.exception("update: its trainer has ended, and the engine is paused still")
             time.sleep(_LOOK)
 
-    async def _let_go(self) -> None:
-        """Let the engine go on with the new version if it is there, else with the one before."""
-        server = Server(self.attempt.server, timeout=60.0)
-        if self.attempt.former is None or not await server.ask(server.is_paused):
+    async def _go_on(self) -> None:
+        server = self._server
+        if self.stays is None or not await server.ask(server.is_paused):
             return
-        label, version = self.attempt.former, self._version_of(self.attempt.name)
-        if version is None:
-            await server.ask(server.tell, {**self._message, "undo": self.attempt.name})
-        else:
-            label = str(version)
-        await go_on(server, label, self.attempt.was_paused)
-        logger.warning("update: its trainer has ended, and the engine goes on with %s", label)
+        await pause(server, "keep")
+        await bring(server, self._address, self._version, self.stays)
+        logger.warning("update: its trainer has ended, the engine goes on with %s", self._version)
 
 
 def check_reachable(address: str) -> None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import socket as sockets
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +24,7 @@ from fusedrl.compat.vllm import connectors_that_keep, key_value_caches
 from fusedrl.vllm.agreement import Ranks
 from fusedrl.vllm.model_weights import ModelWeights
 from fusedrl.vllm.pause_guard import PauseGuard, check_reachable
-from fusedrl.vllm.updates import BUSY, Attempt
+from fusedrl.vllm.updates import BUSY
 
 # CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
 # generate no tokens do not have the latter.
@@ -34,22 +32,18 @@ _RUNS = ("compute_logits", "forward")
 
 
 @dataclass
-class VersionUpdate:
-    """Which version an engine is to load.
+class VersionLease:
+    """Which version the workers of an engine are to lease.
 
     Attributes:
-        version: the version to load; another one would get a wrong number in the engine.
+        version: the version to lease; another one would get a wrong number in the engine.
         timeout: seconds to wait for it; the channel's own if ``None``.
-        attempt: the name of the :class:`Attempt`.
-        keep: whether to hold the version afterwards, so that a later update can go back to it.
-        verify: whether to compare every layer with what the channel has.
+        server: the address of a server, which outlives its trainer; ``None`` for another engine.
     """
 
     version: int
     timeout: float | None = None
-    attempt: str = ""
-    keep: bool = True
-    verify: bool = False
+    server: str | None = None
 
 
 @dataclass
@@ -61,45 +55,20 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
         fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
         socket: path of a Unix socket that passes the channel, where the engine sees other pids.
-        hold: the fields of an :class:`Attempt`, for a server that a trainer is to pause.
-        update: the fields of a :class:`VersionUpdate`, to load a version.
-        undo: the name of an attempt; load what the model had before it.
-        over: the name of an attempt; it has ended, and is not undone any more.
+        lease: the fields of a :class:`VersionLease`, with which an update begins.
+        stays: whether a server, which is paused next, stays paused after the update.
+        load: the version that is leased, to load it.
+        over: the update has ended.
     """
 
     pid: int
     fd: int
     session: str = field(repr=False)
     socket: str | None = None
-    hold: dict[str, Any] | None = None
-    update: dict[str, Any] | None = None
-    undo: str | None = None
-    over: str | None = None
-
-
-@dataclass(frozen=True)
-class Held:
-    """A version that a model has, leased so that it can be loaded again."""
-
-    lease: Lease
-    load: Callable[[], None]
-
-
-@dataclass
-class Change:
-    """What an attempt has done to a model.
-
-    Attributes:
-        attempt: its name.
-        undo: loads what the model had before; ``None`` if nothing holds that.
-        version: that the whole model has got; ``None`` while it may have parts of two.
-        held: the version, if it is to be held.
-    """
-
-    attempt: str
-    undo: Callable[[], None] | None
-    version: int | None = None
-    held: Held | None = None
+    lease: dict[str, Any] | None = None
+    stays: bool | None = None
+    load: int | None = None
+    over: bool = False
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMessage]):
@@ -108,9 +77,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
     vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. A trainer's messages come to
     :meth:`init_transfer_engine`, since vLLM's own calls for an update have to be begun and ended,
     which a trainer that is killed in between does not do. All workers take each step or none does.
-    The version before stays leased until the trainer says that an update is over, and is loaded
-    again if the trainer says that it failed. Between the two a model that may have parts of two
-    versions refuses to run.
+    The lease is held until all of them have loaded its version, so that a load that failed can be
+    repeated whether or not the trainer lives. From its beginning until then the models refuse to
+    run.
     """
 
     init_info_cls = update_info_cls = ChannelMessage
@@ -121,9 +90,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         super().__init__(config, vllm_config, device, model)
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | None = None
-        self._is_in_parts = False  # the model has parts of two versions
-        self._held: Held | None = None  # what the model has after the last update that is over
-        self._change: Change | None = None  # of an update that is not over
+        self._lease: Lease | None = None  # of a version that is to be loaded
+        self._loaded: int | None = None  # the version of the reader's that all workers have
         self._guard: PauseGuard | None = None
 
     def init_transfer_engine(self, init_info: ChannelMessage) -> None:
@@ -131,21 +99,21 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
 
         Raises:
             RuntimeError, TimeoutError: the channel cannot be opened, the version cannot be leased,
-                nothing holds the version to go back to, or another trainer updates the engine.
+                or another trainer updates the engine.
             ValueError: the channel's weights are not those of the engine's model; the message lists
                 all differences.
             Exception: an error of vLLM's model while it is loaded, which then refuses to run.
         """
-        if init_info.hold is not None:
-            self._hold(init_info, Attempt(**init_info.hold))
-        elif init_info.update is not None:
-            self._update(init_info, VersionUpdate(**init_info.update))
-        elif init_info.undo is not None:
-            self._undo(init_info.undo)
-        elif init_info.over is not None:
-            self._end(init_info.over)
-        else:
+        if init_info.lease is not None:
+            self._take_lease(init_info, VersionLease(**init_info.lease))
+        elif init_info.load is not None:
+            self._load(init_info.session, init_info.load)
+        elif init_info.over:
+            self._end(init_info.session)
+        elif init_info.stays is None:
             self._open(init_info)
+        elif self._guard is not None:
+            self._guard.stays = init_info.stays
 
     def start_weight_update(self) -> None:
         """Change nothing: a version is loaded in one call."""
@@ -163,111 +131,98 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         """Change nothing: a version is loaded in one call."""
 
     def shutdown(self) -> None:
-        """Close the channels; the model keeps its weights."""
-        readers = self._readers()
-        self._reader = self._weights = self._held = self._change = None
-        for reader in readers:
+        """Close the channel; the model keeps its weights."""
+        reader, self._reader, self._weights, self._lease = self._reader, None, None, None
+        if reader is not None:
             reader.close()
 
-    def _update(self, address: ChannelMessage, update: VersionUpdate) -> None:
-        """Open the channel, lease a version, and load it; each on all ranks or none."""
-        if self._change is not None and self._change.attempt != update.attempt:
-            self._end(self._change.attempt)  # the message of its end was lost
-        if not self._open(address):
-            return
-        reader, weights, ranks = self._reader, self._weights, Ranks.of_this_process()
-        assert reader is not None and weights is not None
-        with contextlib.ExitStack() as leased:
+    def _take_lease(self, address: ChannelMessage, wanted: VersionLease) -> None:
+        """Open the channel, and lease a version; each on all ranks or none."""
+        ranks, guard = Ranks.of_this_process(), self._guard
 
-            def stage() -> tuple[Lease, Callable[[], None]]:
-                lease = leased.enter_context(reader.lease(update.version, update.timeout))
-                if lease.version != update.version:
-                    raise RuntimeError(
-                        f"version: expected {update.version}, got a channel that has published "
-                        f"{lease.version} since; ask for that one"
-                    )
-                return lease, partial(weights.load, lease.views, update.verify)
-
-            if (staged := ranks.all_or_none(stage)) is None:
-                return
-            lease, load = staged
-            if (change := self._change) is None:
-                change = self._change = Change(update.attempt, self._held and self._held.load)
-            if not self._loaded(load, change):
-                return
-            change.version = update.version
-            if update.keep:
-                change.held = Held(lease, load)
-                leased.pop_all()
-
-    def _undo(self, attempt: str) -> None:
-        """Load what the model had before an attempt, if that has touched the model."""
-        change, ranks = self._change, Ranks.of_this_process()
-        if change is None or change.attempt != attempt:
-            return
-
-        def former() -> Callable[[], None]:
-            if change.undo is None:
-                raise RuntimeError(
-                    "engine: expected a version to go back to, got none: the weights that it "
-                    "started with are in no channel, and keep_previous=False holds none; update it "
-                    "again, or start a new one"
-                )
-            return change.undo
-
-        load = ranks.all_or_none(former)
-        if load is not None and self._loaded(load, change):
-            self._change = None
-
-    def _loaded(self, load: Callable[[], None], change: Change) -> bool:
-        """Load weights on all ranks; whether that failed on none of them."""
-        held, change.held, change.version = change.held, None, None
-        self._release(held)
-        _refuse_to_run(self.model)
-        self._is_in_parts = True
-
-        def attempt() -> bool:
-            load()
-            _clear(self.vllm_config)
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
+        def check() -> bool:
+            if guard is not None and guard.is_watching and guard.session != address.session:
+                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
+            if wanted.server is not None and ranks.rank == 0:
+                check_reachable(wanted.server)
             return True
 
-        if Ranks.of_this_process().all_or_none(attempt) is None:
-            return False
-        self._is_in_parts = False
-        _let_run(self.model)
-        return True
-
-    def _end(self, attempt: str) -> None:
-        """Hold the version that an attempt has loaded in the place of the one before."""
-        if self._guard is not None and self._guard.attempt.name == attempt:
-            self._guard.end()
-        change = self._change
-        if change is None or change.attempt != attempt:
+        if not ranks.all_or_none(check):
             return
-        self._change = None
-        if change.version is not None:
-            former, self._held = self._held, change.held
-            self._release(former)
+        if guard is not None:
+            guard.end()
+        if not self._open(address):
+            return
+        self._release()
+        reader = self._reader
+        assert reader is not None
+        with contextlib.ExitStack() as leased:
 
-    def _release(self, held: Held | None) -> None:
-        if held is not None:
-            held.lease.release()
-            self._close_unused(held.lease.reader)
+            def lease() -> Lease:
+                lease = leased.enter_context(reader.lease(wanted.version, wanted.timeout))
+                if lease.version != wanted.version:
+                    raise RuntimeError(
+                        f"version: expected {wanted.version}, got a channel that has published "
+                        f"{lease.version} since; ask for that one"
+                    )
+                return lease
 
-    def _readers(self) -> set[WeightReader]:
-        """Those of the channel that is read, and of versions that are held."""
-        held = (self._held, self._change and self._change.held)
-        return {self._reader, *(one.lease.reader for one in held if one)} - {None}
+            if (taken := ranks.all_or_none(lease)) is None:
+                return
+            leased.pop_all()
+        self._lease = taken
+        if wanted.server is not None and ranks.rank == 0:
+            fields = {name: getattr(address, name) for name in ("pid", "fd", "session", "socket")}
+            self._guard = PauseGuard(
+                wanted.server, fields, wanted.version, reader.is_publisher_dead
+            )
 
-    def _close_unused(self, reader: WeightReader | None) -> None:
-        if reader is not None and reader not in self._readers():
-            reader.close()
+    def _is_read(self, session: str) -> bool:
+        return self._reader is not None and self._reader.session == session
+
+    def _load(self, session: str, version: int) -> None:
+        """Load the version that is leased, on all ranks; again if that has failed before."""
+        is_read = self._is_read(session)
+        if is_read and self._lease is None and self._loaded == version:
+            return  # the trainer has not got the answer
+        weights, lease = self._weights, self._lease
+
+        def load() -> bool:
+            if not is_read or weights is None or lease is None or lease.version != version:
+                raise RuntimeError(
+                    f"version: expected one that is leased, got {version}; update the engine again"
+                )
+            self._loaded = None
+            _refuse_to_run(self.model, f"another worker has not loaded version {version}")
+            try:
+                weights.load(lease.views)
+                _clear(self.vllm_config)
+                if self.device.type != "cpu":
+                    torch.accelerator.synchronize(self.device)
+            except Exception as error:
+                _refuse_to_run(self.model, f"version {version}: {type(error).__name__}: {error}")
+                raise
+            return True
+
+        if Ranks.of_this_process().all_or_none(load):
+            self._loaded = version
+            self._release()
+            _let_run(self.model)
+
+    def _end(self, session: str) -> None:
+        if self._is_read(session):
+            self._release()
+            if self._guard is not None:
+                self._guard.end()
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
     def _open(self, address: ChannelMessage) -> bool:
         """Read a channel; ``False``, on all but the last rank, if some worker cannot."""
-        if self._reader is not None and address.session == self._reader.session:
+        if self._is_read(address.session):
             return True
         ranks = Ranks.of_this_process()
         with contextlib.ExitStack() as opened:
@@ -284,34 +239,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             if ranks.all_or_none(lambda: check_used(unused)) is None:
                 return False
             opened.pop_all()
-            former, self._reader, self._weights = self._reader, reader, weights
-            self._close_unused(former)
-            return True
-
-    def _hold(self, address: ChannelMessage, attempt: Attempt) -> None:
-        """Watch the trainer of a channel until its update is over; only one of them at a time."""
-        ranks, guard = Ranks.of_this_process(), self._guard
-
-        def check() -> bool:
-            if guard is not None and guard.is_watching and guard.session != address.session:
-                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
-            if ranks.rank == 0:
-                check_reachable(attempt.server)
-            return True
-
-        if not ranks.all_or_none(check):
-            return
-        if guard is not None:
-            guard.end()
-        if self._open(address) and ranks.rank == 0:
-            assert self._reader is not None
-            is_dead = self._reader.is_publisher_dead
-            self._guard = PauseGuard(attempt, address, is_dead, self._version_of)
-
-    def _version_of(self, attempt: str) -> int | None:
-        """The version that the whole model has by an attempt, if it has."""
-        change = self._change
-        return change.version if change is not None and change.attempt == attempt else None
+        self.shutdown()
+        self._reader, self._weights, self._loaded = reader, weights, None
+        return True
 
 
 def _opened(address: ChannelMessage) -> WeightReader:
@@ -363,13 +293,13 @@ def _clear(vllm_config: Any) -> None:
             cache.zero_()
 
 
-def _refuse_to_run(model: nn.Module) -> None:
+def _refuse_to_run(model: nn.Module, reason: str) -> None:
     """Make every run of a model fail, whereupon vLLM ends the engine."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            "model: expected the weights of one version, got parts of two, as loading failed; "
-            "update the weights again before the engine generates"
+            "model: expected the weights of one version, got parts of two, as loading failed "
+            f"({reason}); update the weights again before the engine generates"
         )
 
     for method in _RUNS:

@@ -1,16 +1,14 @@
-"""Lets an engine load a version of a channel: which calls it takes, and what undoes them."""
+"""Lets an engine load a version of a channel: which calls it takes, and what repeats them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import sys
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fusedrl.channel import WeightHandle
@@ -27,43 +25,20 @@ BUSY = "update: expected no other one at the same time"
 _AGAIN, _PATIENCE = 0.5, 60.0
 # A later version may be published before the engine takes its lease, which is one of the newest.
 _TRIES = 20
-_UNSETTLED = (
-    "engine: expected to go back to the version before, got: {}; it may have parts of two "
-    "versions and answers under no version's number: update it again, or start a new one if it has "
-    "ended"
-)
 # The object that last gave each engine weights, by the key of the engine.
 _LAST: weakref.WeakValueDictionary[int | str, Updates] = weakref.WeakValueDictionary()
 
 logger = logging.getLogger("fusedrl")
 
 
-@dataclass
-class Attempt:
-    """One update of an engine.
-
-    Attributes:
-        server: the address of a server, which outlives its trainer; ``None`` for another engine.
-        former: the label of the engine's weights when the update began; ``None`` until it is known.
-        was_paused: whether the engine was paused then, and shall stay so.
-        may_run: whether the engine may have the new version's name, and generate with it.
-        name: one that no other update has.
-    """
-
-    server: Any = None
-    former: str | None = None
-    was_paused: bool = False
-    may_run: bool = False
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-
 class Updates:
     """The updates of one engine from one channel.
 
-    An update takes the engine for itself, notes its label and whether it is paused, pauses it,
-    names its weights unknown, drops what was computed with them, lets the workers load the version,
-    names the weights by it, lets requests go on, and leaves the engine. Whichever of these fails,
-    the workers load what they had before, which gets its name again.
+    An update has three parts. First the workers lease the version: everything that can be refused
+    is refused here, and nothing has changed. Then the engine is paused, and drops what it has
+    computed; if that fails, it goes on with its own version. At last :func:`bring` changes the
+    weights. This is done once more if it fails, since the workers still have the lease. If it fails
+    again, the engine has no version's label, and answers nothing until an update succeeds.
 
     Args:
         handle: the handle of the channel.
@@ -72,8 +47,6 @@ class Updates:
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
         socket: path of the Unix socket that passes the channel, if the engine sees other pids.
         timeout: seconds that the engine's workers wait for a version.
-        keep_previous: as for :class:`~fusedrl.vllm.EngineWeights`.
-        verify: as for :class:`~fusedrl.vllm.EngineWeights`.
 
     Attributes:
         version: the version that the engine was given last; ``None`` before the first.
@@ -88,8 +61,6 @@ class Updates:
         in_flight: InFlight = "recompute",
         socket: str | None = None,
         timeout: float = 60.0,
-        keep_previous: bool = True,
-        verify: bool = False,
     ) -> None:
         self.version: int | None = None
         self._address = asdict(handle) if socket is None else {**asdict(handle), "socket": socket}
@@ -97,7 +68,6 @@ class Updates:
         self._engine = engine
         self._in_flight: InFlight = in_flight
         self._timeout = timeout
-        self._options = {"timeout": timeout, "keep": keep_previous, "verify": verify}
         self._left_paused = False  # by an update that failed, perhaps under a version's label
 
     def check_synchronous(self) -> None:
@@ -131,8 +101,8 @@ class Updates:
         """Load a published version, or a later one, and return its number.
 
         Raises:
-            ValueError, RuntimeError: the engine or its workers refused. The engine goes on with the
-                version before, unless a note of the error says otherwise.
+            ValueError, RuntimeError: the engine or its workers refused, and the engine goes on with
+                the version that it has; or loading has failed twice, which the message says.
             TypeError: the engine is called in an event loop.
         """
         self.check_synchronous()
@@ -145,44 +115,32 @@ class Updates:
         return await to_its_end(asyncio.to_thread(run_calls, self._load(version)))
 
     async def _load(self, version: int) -> int:
-        engine = self._engine
-        attempt = Attempt(engine.address)
+        engine, was_paused = self._engine, True
         _LAST[engine.key] = self
         try:
-            await self._hold(attempt)
-            attempt.was_paused = await engine.ask(engine.is_paused)
-            attempt.former = await engine.ask(engine.label)
-            await self._hold(attempt)
-            await engine.ask(engine.pause, "keep" if self._in_flight == "recompute" else "wait")
-        except BaseException as error:
-            await self._go_back(attempt, error)
+            version = await self._leased(version)
+            was_paused = await engine.ask(engine.is_paused)
+            # A user's pause stays. The label tells it from one that an update left behind.
+            stays = was_paused and not self._left_paused
+            stays = stays and await engine.ask(engine.label) != UNKNOWN
+            if engine.address is not None:
+                await self._tell(stays=stays)
+            await pause(engine, "keep" if self._in_flight == "recompute" else "wait")
+        except BaseException:
+            await self._leave(resumes=not was_paused)
             raise
-        loading = self._load_paused(version, attempt)
+        loading = self._load_paused(version, stays)
         return await (to_its_end(loading) if engine.in_loop else loading)
 
-    async def _load_paused(self, version: int, attempt: Attempt) -> int:
-        engine = self._engine
-        # A user's pause stays. The label tells it from one that an update left behind.
-        stays = attempt.was_paused and attempt.former != UNKNOWN and not self._left_paused
-        try:
-            await engine.ask(engine.name, UNKNOWN)
-            await engine.forget()
-            version = await self._send(version, attempt)
-            attempt.may_run = True
-            await go_on(engine, str(version), stays)
-        except BaseException as error:
-            await self._go_back(attempt, error)
-            raise
-        self.version, self._left_paused = version, False
-        await self._end(attempt)
-        return version
-
-    async def _send(self, version: int, attempt: Attempt) -> int:
-        """Let the workers load a version, or a later one; its number."""
-        update: dict[str, Any] = {**self._options, "attempt": attempt.name}
+    async def _leased(self, version: int) -> int:
+        """Have the workers lease a version, or a later one; its number."""
+        address = self._engine.address
+        deadline = time.monotonic() + self._timeout + _PATIENCE
         for _ in range(_TRIES):
+            lease = {"version": version, "timeout": self._timeout, "server": address}
             try:
-                await self._tell(update={**update, "version": version})
+                while not await self._has_leased(lease, deadline):
+                    time.sleep(_AGAIN)
             except Exception:
                 newest = self._newest()
                 if newest is None or newest <= version:
@@ -195,57 +153,90 @@ class Updates:
             "that is published to faster; publish less often"
         )
 
+    async def _has_leased(self, lease: dict[str, Any], deadline: float) -> bool:
+        """Whether the workers have a lease; false, before a deadline, if a server is busy."""
+        try:
+            await self._tell(lease=lease)
+        except RuntimeError as error:
+            if BUSY not in str(error) or time.monotonic() > deadline:
+                raise
+            return False
+        return True
+
+    async def _load_paused(self, version: int, stays: bool) -> int:
+        engine = self._engine
+        try:
+            await bring(engine, self._address, version, stays)
+        except BaseException as error:
+            logger.warning("update: version %s is loaded again, after %r", version, error)
+            try:
+                await pause(engine, "keep")
+                await bring(engine, self._address, version, stays)
+            except BaseException as again:
+                await self._stop(stays)
+                if isinstance(again, Exception):
+                    raise RuntimeError(
+                        f"engine: expected to load version {version} at the second try, got "
+                        f"{error}; it answers under no version's number, or not at all: update it "
+                        "again, or start a new one if it has ended"
+                    ) from again
+                raise
+            await self._done(version)
+            if not isinstance(error, Exception):  # an interrupt
+                raise
+        else:
+            await self._done(version)
+        return version
+
+    async def _done(self, version: int) -> None:
+        self.version, self._left_paused = version, False
+        await self._leave(resumes=False)
+
+    async def _stop(self, stays: bool) -> None:
+        """Let nothing be taken for the answer of a version, after two tries to load one."""
+        engine = self._engine
+        self._left_paused = not stays
+        with contextlib.suppress(BaseException):  # the error is raised
+            await engine.ask(engine.name, UNKNOWN)
+            if not engine.requests_wait:
+                # A model with parts of two versions answers none of them.
+                await engine.ask(engine.resume)
+        await self._leave(resumes=False)
+
+    async def _leave(self, resumes: bool) -> None:
+        """Say that an update is over; an engine that does not hear it hears the next one."""
+        try:
+            if resumes:
+                await self._engine.ask(self._engine.resume)
+        except BaseException:
+            self._left_paused = True
+        with contextlib.suppress(BaseException):
+            await self._tell(over=True)
+
     async def _tell(self, **message: Any) -> None:
         # The address is sent each time, as the engine may have been restarted, or read another one.
         await self._engine.ask(self._engine.tell, {**self._address, **message})
 
-    async def _hold(self, attempt: Attempt) -> None:
-        """Take a server for this update, and have it recover by itself if this process ends."""
-        if attempt.server is None:  # other engines end with this process
-            return
-        deadline = time.monotonic() + self._timeout + _PATIENCE
-        while True:
-            try:
-                return await self._tell(hold=asdict(attempt))
-            except RuntimeError as error:
-                if BUSY not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(_AGAIN)
 
-    async def _end(self, attempt: Attempt) -> None:
-        """Leave the engine; if it does not learn of it, it does so from the next update."""
-        with contextlib.suppress(Exception):
-            await self._tell(over=attempt.name)
-
-    async def _go_back(self, attempt: Attempt, error: BaseException) -> None:
-        """Let the engine go on with the version before, and say so."""
-        engine = self._engine
-        if attempt.former is not None:
-            try:
-                if attempt.may_run:
-                    await engine.ask(engine.pause, "keep")
-                    await engine.ask(engine.name, UNKNOWN)
-                    await engine.forget()
-                await self._tell(undo=attempt.name)
-                await go_on(engine, attempt.former, attempt.was_paused)
-                if attempt.former != UNKNOWN:
-                    _note(error, f"engine: it goes on with the version before, {attempt.former!r}")
-            except BaseException as failure:
-                self._left_paused = self._left_paused or not attempt.was_paused
-                _note(error, _UNSETTLED.format(failure))
-                with contextlib.suppress(BaseException):  # the first error is raised
-                    await engine.ask(engine.name, UNKNOWN)
-                    if not engine.requests_wait:
-                        # A model with parts of two versions answers none of them.
-                        await engine.ask(engine.resume)
-        with contextlib.suppress(BaseException):
-            await self._end(attempt)
+async def pause(engine: Engine, how: str) -> None:
+    """Pause an engine, and drop what it has computed with its weights."""
+    await engine.ask(engine.pause, how)
+    await engine.forget()
 
 
-async def go_on(engine: Engine, label: str, stays_paused: bool) -> None:
-    """Name the weights of a paused engine, and let requests go on."""
-    await engine.ask(engine.name, label)
-    if not stays_paused:
+async def bring(engine: Engine, address: dict[str, Any], version: int, stays: bool) -> None:
+    """Have a paused engine load the version that its workers have leased; may be called again.
+
+    Args:
+        engine: the engine.
+        address: the fields of the channel's address.
+        version: the version.
+        stays: whether the engine stays paused.
+    """
+    await engine.ask(engine.name, UNKNOWN)
+    await engine.ask(engine.tell, {**address, "load": version})
+    await engine.ask(engine.name, str(version))
+    if not stays:
         await engine.ask(engine.resume)
 
 
@@ -271,11 +262,3 @@ def run_calls(calls: Coroutine[Any, Any, Value]) -> Value:
     raise RuntimeError(
         "engine: expected calls that return, got one for an event loop; await update_async() there"
     )
-
-
-def _note(error: BaseException, text: str) -> None:
-    """Say more, whatever is raised."""
-    if sys.version_info >= (3, 11):
-        error.add_note(text)
-    else:
-        logger.error(text)
