@@ -8,7 +8,6 @@ from tensordict import TensorDictBase, lazy_stack
 
 from fusedrl.collectors.batch_stream import BatchStream, Rest
 from fusedrl.collectors.cluster.dialog_actor import BETWEEN, Collected
-from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.progress import BatchFacts
 from fusedrl.transport import deserialize
 
@@ -72,12 +71,11 @@ class RayBatches(BatchStream):
 
     def ask(self) -> None:
         """Let every idle actor collect that has turns left."""
-        with uninterrupted():
-            busy = self._over.union(self.under_way.values())
-            for index, actor in enumerate(self._collector.actors):
-                if index not in busy:
-                    collect = actor.collect.options(concurrency_group=BETWEEN)
-                    self.under_way[collect.remote()] = index
+        busy = self._over.union(self.under_way.values())
+        for index, actor in enumerate(self._collector.actors):
+            if index not in busy:
+                collect = actor.collect.options(concurrency_group=BETWEEN)
+                self.under_way[collect.remote()] = index
 
     def _wait(self) -> Shares | None:
         """Wait for a batch of each actor, or only for the first that is ready."""
