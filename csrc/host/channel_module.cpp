@@ -5,9 +5,10 @@
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <system_error>
+#include <utility>
 
-#include "host/channel_blocks.h"
 #include "host/copy.h"
 #include "host/dlpack.h"
 #include "host/publisher.h"
@@ -64,6 +65,89 @@ void raise_os_error(std::exception_ptr error) {
   }
 }
 
+// Calls `give_back` in a destructor, which must leave the error that is on its way, and can only
+// tell its own; twice, as a handler of a signal may have ended the first attempt.
+template <class GiveBack>
+void in_destructor(const GiveBack& give_back) {
+  const py::error_scope on_its_way;
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    try {
+      return give_back();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a slot of a weight channel");
+    } catch (const std::exception&) {
+      return;  // the end is closed, and so is what was taken
+    }
+  }
+}
+
+// A lease for Python. Handlers of signals run between two instructions of Python, so that one of
+// them finds the slot owned by this object, or not taken. In a forked child it owns nothing.
+//
+// `before_release`, if it is not None, is told the slot before it is given back: on a GPU, it marks
+// the end of the work that uses the slot. Handlers of signals run there too, and may raise.
+class PythonLease {
+ public:
+  PythonLease(std::shared_ptr<Reader> end, bool apply) : end_(end), lease_(std::move(end), apply) {}
+  PythonLease(std::shared_ptr<Reader> end, int slot) : end_(end), lease_(std::move(end), slot) {}
+  PythonLease(const PythonLease& other) = default;
+  ~PythonLease() {
+    in_destructor([&] { release(); });
+    if (lease_.held()) lease_.forget();  // what may be in use stays locked until the reader closes
+  }
+
+  void release() {
+    if (!end_->is_open()) return;
+    if (lease_.held() && !before_release.is_none()) before_release(lease_.slot());
+    lease_.release();
+  }
+  bool held() const { return lease_.held(); }
+  int slot() const { return lease_.slot(); }
+  int64_t version() const { return lease_.version(); }
+
+  py::object before_release = py::none();
+
+ private:
+  std::shared_ptr<Reader> end_;
+  Lease lease_;
+};
+
+// A slot that is being written, to be published as `version`: by commit(), or given up by abort(),
+// at the latest when this is destroyed. In a forked child it owns nothing. `before_release` is as
+// for a lease.
+class PythonWrite {
+ public:
+  explicit PythonWrite(std::shared_ptr<Publisher> end)
+      : end_(std::move(end)), slot_(end_->try_begin()) {}
+  ~PythonWrite() {
+    in_destructor([&] { abort(); });
+  }
+  PythonWrite(const PythonWrite&) = delete;
+  PythonWrite& operator=(const PythonWrite&) = delete;
+
+  // Throws std::runtime_error once the channel is closed, or in a forked child.
+  void commit() {
+    if (!slot_) return;
+    if (!before_release.is_none()) before_release(*slot_);
+    end_->commit(*slot_, version);
+    slot_.reset();
+  }
+  void abort() {
+    if (!slot_ || !end_->is_open()) return;
+    if (!before_release.is_none()) before_release(*slot_);
+    end_->abort();
+    slot_.reset();
+  }
+  std::optional<int> slot() const { return slot_; }
+
+  py::object before_release = py::none();
+  int64_t version = no_version;
+
+ private:
+  std::shared_ptr<Publisher> end_;
+  std::optional<int> slot_;
+};
+
 // The tensor owns the mapping, so it outlives the end of the channel that it came from. It also
 // owns `lease`, which may be None.
 template <class End>
@@ -112,10 +196,8 @@ void bind_channel(py::module_& m) {
                                                     "The writing end of a weight channel.")
       .def(py::init(&make_publisher), py::arg("slots"), py::arg("slot_bytes"),
            py::arg("max_readers"), py::arg("session"), py::arg("manifest"))
-      .def("try_begin", &Publisher::try_begin, "Lock a slot that nobody leases, or None.")
-      .def("commit", &Publisher::commit, py::arg("slot"), py::arg("version"))
-      .def("abort", &Publisher::abort)
       .def("version", &Publisher::version, "The published version, -1 before the first.")
+      .def("writer", &Publisher::writer, "The thread that writes a slot, 0 if none does.")
       .def("fd", &Publisher::fd)
       .def("share", &Publisher::share, "A descriptor for another process; the caller closes it.")
       .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"),
@@ -155,9 +237,31 @@ void bind_channel(py::module_& m) {
       .def("slot_count", [](const Reader& reader) { return reader.geometry().slots; })
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"), py::arg("lease"))
       .def("leased", &Reader::leased, "The slots that are leased.")
-      .def("end_leases", &Reader::end_leases, "No lease is held any more, but for holds of slots.")
+      .def("end_leases", &Reader::end_leases, "No lease is held any more, but for those of slots.")
       .def("close", &Reader::close);
-  bind_leases(m);
+
+  py::class_<PythonLease>(m, "Lease", "A version, or a slot, that is leased while this says so.")
+      .def(py::init<std::shared_ptr<Reader>, bool>(), py::arg("end"), py::arg("apply"))
+      .def(py::init<std::shared_ptr<Reader>, int>(), py::arg("end"), py::arg("slot"))
+      .def(py::init<const PythonLease&>(), py::arg("other"))
+      .def_readwrite("before_release", &PythonLease::before_release)
+      .def_property_readonly("held", &PythonLease::held)
+      .def_property_readonly("slot", &PythonLease::slot)
+      .def_property_readonly("version", &PythonLease::version)
+      .def("release", &PythonLease::release)
+      .def("__enter__", [](const py::object& self) { return self; })
+      .def("__exit__", [](PythonLease& lease, const py::args&) { lease.release(); });
+
+  py::class_<PythonWrite>(m, "Write", "A slot that is written, given up unless it is committed.")
+      .def(py::init<std::shared_ptr<Publisher>>(), py::arg("end"))
+      .def_readwrite("before_release", &PythonWrite::before_release)
+      .def_property_readonly("slot", &PythonWrite::slot, "None if no slot is owned.")
+      .def_readwrite("version", &PythonWrite::version)
+      .def("abort", &PythonWrite::abort)
+      .def("__enter__", [](const py::object& self) { return self; })
+      .def("__exit__", [](PythonWrite& write, const py::object& kind, const py::args&) {
+        kind.is_none() ? write.commit() : write.abort();
+      });
 
   m.def("copy_pieces", &copy_pieces, py::arg("pieces"), py::arg("threads"),
         "Copy memory, each piece (target, source, elements, bytes of one, float32 to bfloat16).");

@@ -17,6 +17,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "host/futex.h"
+
 namespace fusedrl::channel {
 
 // The number at its end changes with this page, and with what is written as the manifest: a reader
@@ -69,13 +71,19 @@ struct ControlPage {
   alignas(64) std::atomic<uint64_t> published;  // version << 8 | slot + 1; 0: nothing yet
   std::atomic<uint32_t> sequence;               // futex: a commit, or the end of the channel
   std::atomic<uint32_t> closed;
-  alignas(64) std::atomic<uint32_t> progress;  // futex: a release, or a version applied
+  alignas(
+      64) std::atomic<uint32_t> progress;  // futex: a release, a write's end, or a version applied
   std::atomic<uint32_t> publisher_waits;
 
   Slot slot[max_slots];
   ReaderEntry reader[];
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+inline void tell_publisher(ControlPage& page) {
+  page.progress.fetch_add(1, std::memory_order_seq_cst);
+  if (page.publisher_waits.load(std::memory_order_seq_cst)) futex_wake_all(page.progress);
+}
 
 inline uint64_t Geometry::manifest_offset() const {
   return rounded(sizeof(ControlPage) + max_readers * sizeof(ReaderEntry));

@@ -1,12 +1,11 @@
 #include "host/publisher.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <new>
 #include <stdexcept>
-
-#include "host/futex.h"
 
 namespace fusedrl::channel {
 
@@ -32,7 +31,7 @@ Publisher::Publisher(std::unique_ptr<MemoryFile> file, const Geometry& geometry,
 
 std::optional<int> Publisher::try_begin() {
   require_open();
-  abort();
+  if (begun_) return std::nullopt;
   const int slots = static_cast<int>(geometry_.slots);
   for (int i = 1; i <= slots; ++i) {
     const int slot = (published_.slot + i) % slots;
@@ -41,6 +40,7 @@ std::optional<int> Publisher::try_begin() {
     page_->slot[slot].releases.load(std::memory_order_acquire);
     page_->slot[slot].state.store(SlotState::writing, std::memory_order_release);
     begun_ = slot;
+    writer_ = static_cast<uint64_t>(pthread_self());
     at(Step::begin_marked);
     return slot;
   }
@@ -57,12 +57,12 @@ void Publisher::commit(int slot, int64_t version) {
   file_->unlock(slot_lock + slot);
   at(Step::commit_unlocked);
   published_ = {version, slot};
-  begun_.reset();
   page_->published.store(published_.word(), std::memory_order_release);
   at(Step::commit_published);
   page_->sequence.fetch_add(1, std::memory_order_release);
   futex_wake_all(page_->sequence);
   at(Step::commit_woken);
+  written();
 }
 
 void Publisher::abort() {
@@ -71,7 +71,13 @@ void Publisher::abort() {
   page_->slot[*begun_].version.store(no_version, std::memory_order_relaxed);
   page_->slot[*begun_].state.store(SlotState::empty, std::memory_order_release);
   file_->unlock(slot_lock + *begun_);
+  written();
+}
+
+// Other threads of this process wait for it as for a release.
+void Publisher::written() {
   begun_.reset();
+  tell_publisher(*page_);
 }
 
 std::vector<ReaderState> Publisher::readers(bool forget_dead) {

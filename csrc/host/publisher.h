@@ -18,7 +18,7 @@ struct ReaderState {
   int64_t applied;
 };
 
-// Assumes one thread at a time in try_begin, commit and abort. What writes throws
+// One slot is written at a time. Assumes one thread at a time in each call. What writes throws
 // std::runtime_error once closed, or in a child of the process that made the channel.
 class Publisher {
  public:
@@ -28,7 +28,10 @@ class Publisher {
             const std::string& manifest);
   ~Publisher() { close(); }
 
+  // Locks a slot that nobody leases: none if there is no such slot, or if one is written already.
   std::optional<int> try_begin();
+  // The thread that writes a slot, as pthread_self() says; 0 if none does.
+  uint64_t writer() const { return begun_ ? writer_ : 0; }
   void commit(int slot, int64_t version);
   // Gives up the slot that was begun, if one was.
   void abort();
@@ -45,7 +48,7 @@ class Publisher {
   std::vector<ReaderState> readers(bool forget_dead);
   // The value that wait() compares with. Read it before you check the condition that you wait for.
   uint32_t progress();
-  // Returns after a release, after a version was applied, or after `seconds`.
+  // Returns after a release, a write's end, after a version was applied, or after `seconds`.
   void wait(uint32_t progress, double seconds);
   // Tells the readers that no version follows.
   void finish();
@@ -54,12 +57,14 @@ class Publisher {
 
  private:
   void require_open() const { file_->fd(); }
+  void written();
   Pids pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive);
   std::vector<int64_t> leased_by(const ReaderEntry& entry) const;
 
   const Geometry geometry_;
   Published published_;
   std::optional<int> begun_;
+  uint64_t writer_ = 0;
   std::unique_ptr<MemoryFile> file_;
   std::shared_ptr<Mapping> head_, slots_;
   ControlPage* page_;

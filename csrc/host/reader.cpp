@@ -4,8 +4,6 @@
 #include <exception>
 #include <stdexcept>
 
-#include "host/futex.h"
-
 namespace fusedrl::channel {
 
 namespace {
@@ -108,7 +106,7 @@ void Reader::release(Lease& lease) {
   const int slot = lease.slot_.exchange(Lease::none);
   if (slot == Lease::none || !file_->is_open() || --leases_[slot] > 0) return;
   unlock(slot);
-  tell_publisher();
+  tell_publisher(*page_);
   at(Step::release_told);
 }
 
@@ -145,12 +143,7 @@ void Reader::unlock(int slot) {
 void Reader::applied(int64_t version) {
   if (!file_->is_open() || entry_->applied.load(std::memory_order_relaxed) >= version) return;
   entry_->applied.store(version, std::memory_order_release);
-  tell_publisher();
-}
-
-void Reader::tell_publisher() {
-  page_->progress.fetch_add(1, std::memory_order_seq_cst);
-  if (page_->publisher_waits.load(std::memory_order_seq_cst)) futex_wake_all(page_->progress);
+  tell_publisher(*page_);
 }
 
 void Reader::wait(int64_t version, double seconds) {
@@ -175,7 +168,7 @@ void Reader::close() {
   entry_->leased = 0;
   entry_->pids.fetch_and(~uint64_t{UINT32_MAX});  // keeps the pid of a reader that died before
   file_->close();
-  tell_publisher();
+  tell_publisher(*page_);
 }
 
 Lease::Lease(std::shared_ptr<Reader> reader, bool apply) : reader_(std::move(reader)) {

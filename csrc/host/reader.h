@@ -33,6 +33,7 @@ class Reader {
 
   // Throws std::runtime_error once closed, or in a child of the process that opened it.
   void require_open() const { file_->fd(); }
+  bool is_open() const { return file_->is_open(); }
   const std::string& manifest() const { return manifest_; }
   const Geometry& geometry() const { return header_.geometry; }
   std::shared_ptr<Mapping> slots() const { return slots_; }
@@ -57,7 +58,6 @@ class Reader {
   void enter();
   bool lock(int slot);
   void unlock(int slot);
-  void tell_publisher();
 
   Header header_;
   std::string manifest_;

@@ -154,13 +154,14 @@ def test_a_lease_ends_with_its_reader(channel):
     lease.release()
 
 
-def test_a_lease_that_is_dropped_stays_held_and_says_so(channel, reader):
+def test_a_lease_that_is_dropped_is_given_back(channel, reader):
     publish(channel)
-    with pytest.warns(ResourceWarning, match="version 1 was dropped"):
-        weights = reader.lease().weights
-    for _ in range(5):
-        publish(channel)
-    assert workers.version_in(weights) == 1
+    lease = reader.lease()
+    other = lease.share()
+    del lease
+    assert channel.readers()[0].leased == (other.version,) == (1,)
+    del other
+    assert channel.readers()[0].leased == ()
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, "a first one"), (3, "3 or later")])

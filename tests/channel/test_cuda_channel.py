@@ -102,11 +102,11 @@ def test_a_slot_is_not_written_before_all_threads_that_share_a_call_have_compute
             channel.publish(version=1)
         driver.drain()
         seen = torch.zeros(32)
-        with follower:
+        with follower.call():
 
             def call():
-                with driver.stream(5), follower:
-                    source = follower.held.views[0].view(-1)
+                with driver.stream(5), follower.call():
+                    source = follower._running().lease.views[0].view(-1)
                     driver.copy(seen.view(torch.uint8), source.view(torch.uint8), 0.1)
 
             thread = threading.Thread(target=call)

@@ -60,7 +60,7 @@ def test_a_call_has_the_newest_version_and_holds_it_alone(channel, followed):
     model, follower = followed
     assert version_of(model) is None
     for version in (1, 3, 5):
-        with follower as got:
+        with follower.call() as got:
             assert got == version == version_of(model)
             assert content(model) == {version}
             channel.publish(filled(version + 1))
@@ -75,7 +75,7 @@ def test_many_versions_pass_between_two_calls(channel, followed):
     for version in range(2, 10):
         channel.publish(filled(version))
     for _ in range(2):
-        with follower as version:
+        with follower.call() as version:
             assert version == 9 and content(model) == {9}
 
 
@@ -86,7 +86,7 @@ def test_what_is_loaded_is_held_until_the_next_call_has_ended(channel, followed)
         channel.publish(filled(version))
     assert content(model) == {1}
     assert channel.readers()[0].leased == (1,)
-    with follower:
+    with follower.call():
         pass
     assert channel.readers()[0].leased == ()
 
@@ -96,10 +96,10 @@ def test_calls_within_a_call_and_of_other_threads_share_its_version(channel, fol
     seen = []
 
     def call() -> None:
-        with follower as version:
+        with follower.call() as version:
             seen.append((version, content(model)))
 
-    with follower as outer:
+    with follower.call() as outer:
         channel.publish(filled(2))
         other = threading.Thread(target=call)
         other.start()
@@ -113,7 +113,7 @@ def test_calls_within_a_call_and_of_other_threads_share_its_version(channel, fol
 
 def test_a_call_that_raises_holds_nothing(channel, followed):
     _, follower = followed
-    with pytest.raises(KeyError), follower:
+    with pytest.raises(KeyError), follower.call():
         raise KeyError
     assert channel.readers()[0].leased == ()
 
@@ -122,7 +122,7 @@ def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
     channel, followed, caplog
 ):
     model, follower = followed
-    with follower:
+    with follower.call():
         pass
     channel.publish(filled(2))
     parent = nn.ModuleDict({"policy": model})
@@ -134,7 +134,7 @@ def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
     parent.load_state_dict(saved)
     parent.load_state_dict(saved)
     assert caplog.text.count("load_state_dict: expected weights through the channel") == 1
-    with follower as version:
+    with follower.call() as version:
         assert version == 2 and content(model) == {2}
     with channel.handle.open() as other, other.lease() as lease:
         assert lease.weights["0", "weight"].unique().tolist() == [2]
@@ -144,29 +144,29 @@ def test_a_state_dict_that_is_loaded_in_a_call_leaves_its_version_and_ends_nothi
     channel, followed
 ):
     model, follower = followed
-    with follower:
+    with follower.call():
         channel.publish(filled(2))
         model.load_state_dict(filled(9).state_dict())
-        with follower as inner:
+        with follower.call() as inner:
             assert inner == 1
     assert channel.readers()[0].leased == ()
-    with follower as version:
+    with follower.call() as version:
         assert version == 2 and content(model) == {2}
 
 
 def test_a_state_dict_of_a_part_does_not_write_the_channel(channel, followed):
     model, follower = followed
-    with follower:
+    with follower.call():
         pass
     model[0].load_state_dict(filled(9)[0].state_dict())
     assert model[0].weight.unique().tolist() == [9]
-    with follower:
+    with follower.call():
         assert content(model) == {1}
 
 
 def test_a_follower_that_is_closed_during_a_call_leaves_its_version(channel, followed):
     model, follower = followed
-    with follower:
+    with follower.call():
         channel.publish(filled(2))
         follower.close()
         assert content(model) == {1}
@@ -205,7 +205,7 @@ def test_what_is_trained_here_follows_no_channel_of_its_own(mode, weights, follo
         follower = Follower(reader, copy.deepcopy(trained), mode)
         vector = nn.utils.parameters_to_vector(trained.parameters())
         nn.utils.vector_to_parameters(vector + 1, trained.parameters())
-        with follower as version:
+        with follower.call() as version:
             assert version == 1 and content(follower.module) == {1}
         follower.close()
 
@@ -219,7 +219,7 @@ def test_what_follows_a_channel_is_not_published_in_it(mode):
             with pytest.raises(ValueError, match=REFUSED):
                 channel.publish(policy)
             channel.publish(filled(5))
-            with follower:
+            with follower.call():
                 assert content(policy) == {5}
         with WeightChannel.create(policy) as relay:  # another channel has other readers
             relay.publish()
@@ -249,7 +249,7 @@ def test_parameters_have_one_follower(channel, reader, followed):
 
 def test_copies_of_a_module_do_not_follow(channel, followed):
     model, follower = followed
-    with follower:
+    with follower.call():
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     channel.publish(filled(2))
     for other in copies:

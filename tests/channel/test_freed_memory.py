@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -86,14 +88,14 @@ def test_weights_that_are_freed_while_a_publish_waits_for_a_slot(monkeypatch):
     trained = model()
     with WeightChannel.create(trained, slots=2) as channel, channel.handle.open() as reader:
         channel.publish()
-        begin = channel._begin
+        writing = channel.writing
 
-        def freed_meanwhile(*arguments: float) -> tuple[int, int]:
-            begun = begin(*arguments)
+        def freed_meanwhile(*arguments: Any, **options: Any) -> Any:
+            begun = writing(*arguments, **options)
             free(trained)
             return begun
 
-        monkeypatch.setattr(channel, "_begin", freed_meanwhile)
+        monkeypatch.setattr(channel, "writing", freed_meanwhile)
         with pytest.raises(TypeError, match=f"weights: 0.weight: {FREED}"):
             channel.publish()
         monkeypatch.undo()
@@ -106,13 +108,13 @@ def test_weights_of_another_size_by_the_time_they_are_copied(monkeypatch):
     trained = model()
     with WeightChannel.create(trained) as channel:
         channel.publish()
-        begin = channel._begin
+        writing = channel.writing
 
-        def grown_meanwhile(*arguments: float) -> tuple[int, int]:
+        def grown_meanwhile(*arguments: Any, **options: Any) -> Any:
             trained[0].weight.data = torch.zeros(400, 400)
-            return begin(*arguments)
+            return writing(*arguments, **options)
 
-        monkeypatch.setattr(channel, "_begin", grown_meanwhile)
+        monkeypatch.setattr(channel, "writing", grown_meanwhile)
         with pytest.raises(ValueError, match=r"0\.weight: expected shape \(4, 4\), got \(400, 400"):
             channel.publish()
         assert channel.version == 1
@@ -157,7 +159,7 @@ def test_nothing_is_loaded_into_memory_that_was_freed(freeing, load):
                     reader.load_into(policy, load)
 
             loads()
-            follower.held = None
+            follower._loaded_for = None
             if load == "alias" and freeing is not free_buffer:
                 # The parameter only loses what it does not need.
                 freeing = free_view

@@ -1,181 +1,136 @@
-"""Ctrl-C at any instruction: nothing stays leased, and the next turn is right."""
+"""Ctrl-C by chance: an interrupt drops what it meets, and nothing stays leased."""
 
 from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
 
 import channel_workers as workers
 import pytest
 import torch
-from interrupts import at_each_instruction, storm
 from torch import nn
 
-from fusedrl import _host
-from fusedrl.channel import WeightReader
+from fusedrl.channel import WeightChannel, WeightReader
 from fusedrl.channel.following import Follower, one_version
 
-STRICT = pytest.mark.parametrize("strict", [False, True], ids=["signals", "anywhere"])
-MODES = pytest.mark.parametrize("mode", ["alias", "copy"])
-STORMS = pytest.mark.parametrize("interrupts", [200, pytest.param(5000, marks=pytest.mark.slow)])
+LONGEST_S = 0.001
 
 
-def model() -> nn.Module:
-    return nn.ParameterDict({name: torch.zeros(64) for name in "abcd"})
+def storm(call: Callable[[], Any], check: Callable[[], Any], interrupts: int) -> None:
+    """Interrupt ``call`` by signals that come by chance, and ``check`` what is left by each."""
+    chance, armed = random.Random(interrupts), False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(interrupts):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, LONGEST_S))
+                while armed:
+                    call()
+            except KeyboardInterrupt:
+                torch.set_grad_enabled(True)  # torch.no_grad() may be interrupted in its exit
+            check()
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def of(policy: nn.Module) -> set[float]:
     return {float(x) for parameter in policy.parameters() for x in parameter.detach()}
 
 
-@pytest.fixture
-def channel():
-    with workers.WeightChannel.create(workers.weights_of(0, 64), timeout=5) as channel:
-        channel.publish(workers.weights_of(1, 64))
-        yield channel
+class Uses:
+    """Each way in which a reader uses a version, right after one is published."""
 
+    def __init__(self, channel: WeightChannel, reader: WeightReader) -> None:
+        self.channel, self.reader = channel, reader
+        self.policy = nn.ParameterDict({name: torch.zeros(64) for name in "abcd"})
+        self.follower = Follower(reader, self.policy)
+        self.alone = nn.ParameterDict({name: torch.zeros(64) for name in "abcd"})
 
-def publish_next(channel) -> None:
-    version = (channel.version or 0) + 1
-    channel.publish(workers.weights_of(version, 64), version, timeout=1)
+    def publish(self) -> int:
+        version = (self.channel.version or 0) + 1
+        self.channel.publish(workers.weights_of(version, 64), version, timeout=1)
+        return version
 
-
-class Turns:
-    """Turns of a reader or a follower in one way, of which each checks its weights.
-
-    Args:
-        way: which.
-        reader: reads the channel.
-        publishes: publishes a version before each turn.
-    """
-
-    def __init__(self, way: str, mode: str, reader: WeightReader, publishes) -> None:
-        self.way, self.mode, self.reader, self.publishes = way, mode, reader, publishes
-        self.policy = model()
-        followed = way in ("follower", "keeps", "entered", "one_version", "dropped")
-        self.follower = Follower(reader, self.policy, mode, way == "keeps") if followed else None
-
-    def turn(self) -> None:
-        self.publishes()
-        getattr(self, f"_{self.way}", self._follower)()
-
-    def _lease(self) -> None:
-        with self.reader.lease() as lease:
-            assert workers.version_in(lease.weights) == lease.version
-
-    def _dropped(self) -> None:
-        self.reader.lease().share()
-
-    def _load_into(self) -> None:
-        version = self.reader.load_into(self.policy, self.mode)
-        assert of(self.policy) == {version}
-
-    def _follower(self) -> None:
-        with self.follower as version:
-            assert of(self.policy) == {version}
-
-    def _entered(self) -> None:
-        with _host.Entered(self.follower) as version:
-            assert of(self.policy) == {version}
-
-    def _one_version(self) -> None:
-        with one_version(self.policy):
-            assert of(self.policy) == {self.follower.version}
-
-    def check(self, channel) -> None:
-        """What an interrupt may leave: no lease but those that are to be kept, and a right turn."""
-        if self.way not in ("keeps", "load_into"):
-            assert channel.readers()[0].leased == ()
-        assert self.follower is None or self.follower.running == 0
-        self.turn()
-        leased = channel.readers()[0].leased
-        held = self.way == "keeps" and self.mode == "alias"
-        held = held or (self.way == "load_into" and self.mode == "alias")
-        assert leased == ((channel.version,) if held else ())
-
-
-WAYS = pytest.mark.parametrize(
-    ("way", "mode"),
-    [
-        ("lease", "alias"),
-        ("dropped", "alias"),
-        *(
-            (w, m)
-            for w in ("load_into", "follower", "keeps", "one_version")
-            for m in ("alias", "copy")
-        ),
-    ],
-)
-
-
-@pytest.mark.parametrize("publishes", [True, False], ids=["new", "same"])
-@STRICT
-@WAYS
-def test_an_interrupt_at_any_instruction(channel, way, mode, strict, publishes):
-    with channel.handle.open() as reader:
-        turns = Turns(way, mode, reader, lambda: publishes and publish_next(channel))
-        turns.turn()
-
-        def interrupted() -> None:
-            turns.turn()
-
-        publishing = turns.publishes
-        turns.publishes = lambda: None
-
-        def check() -> None:
-            turns.check(channel)
-            publishing()
-
-        publishing()
-        assert at_each_instruction(interrupted, check, strict) > 50
-
-
-@STORMS
-@WAYS
-def test_a_storm_of_signals(channel, way, mode, interrupts):
-    with channel.handle.open() as reader:
-        turns = Turns(way, mode, reader, lambda: publish_next(channel))
-        turns.turn()
-        storm(turns.turn, lambda: turns.check(channel), interrupts, 0.001)
-        for _ in range(5):
-            publish_next(channel)
-        turns.check(channel)
-
-
-@pytest.fixture
-def blocks(channel):
-    """Calls with a block of the channel's, and what has to hold after each, by name."""
-    reader = channel.handle.open()
-    follower = Follower(reader, model())
-
-    def write() -> None:
-        with channel.writing() as writing:
+    def write(self) -> None:
+        with self.channel.writing() as writing:
             for view in writing.views:
                 view.fill_(writing.version)
 
-    def use() -> None:
-        with one_version(follower.module):
-            assert of(follower.module) == {follower.version}
+    def lease(self) -> None:
+        with self.reader.lease() as lease:
+            assert workers.version_in(lease.weights) == lease.version
 
-    def check() -> None:
-        assert follower.running == 0 and channel.readers()[0].leased == ()
-        publish_next(channel)
-        with reader.lease() as lease:
-            assert workers.version_in(lease.weights) == lease.version == channel.version
+    def drop(self) -> None:
+        self.reader.lease().share()
 
-    yield {"publish": lambda: publish_next(channel), "writing": write, "one_version": use}, check
-    reader.close()
+    def load(self) -> None:
+        version = self.reader.load_into(self.alone, "copy")
+        assert of(self.alone) == {version}
 
+    def follow(self) -> None:
+        with self.follower.call() as version:
+            assert of(self.policy) == {version}
 
-BLOCKS = pytest.mark.parametrize("block", ["publish", "writing", "one_version"])
-
-
-@BLOCKS
-def test_an_interrupt_whose_exception_is_kept_leaves_nothing_locked(blocks, block):
-    """As a debugger keeps it, with all frames that it went through."""
-    calls, check = blocks
-    assert at_each_instruction(calls[block], check, strict=False, keeps=True) > 20
+    def follow_within(self) -> None:
+        with one_version(self.policy), self.follower.call() as version:
+            assert of(self.policy) == {version}
 
 
-@BLOCKS
-@STORMS
-def test_a_storm_of_signals_whose_exceptions_are_kept(blocks, block, interrupts):
-    calls, check = blocks
-    storm(calls[block], check, interrupts, 0.0005, keeps=True)
+@pytest.mark.parametrize("interrupts", [200, pytest.param(5000, marks=pytest.mark.slow)])
+def test_a_storm_of_interrupts_leaves_nothing_leased(interrupts):
+    with (
+        WeightChannel.create(workers.weights_of(0, 64), timeout=5) as channel,
+        channel.handle.open() as reader,
+    ):
+        uses, chance = Uses(channel, reader), random.Random(interrupts)
+        uses.publish()
+        ways = (uses.write, uses.lease, uses.drop, uses.load, uses.follow, uses.follow_within)
+
+        def call() -> None:
+            uses.publish()
+            chance.choice(ways)()
+
+        def check() -> None:
+            assert channel.readers()[0].leased == () and not uses.follower.is_running
+            assert channel._end.writer() == 0
+            version = uses.publish()
+            with reader.lease() as lease:
+                assert workers.version_in(lease.weights) == lease.version == version
+
+        storm(call, check, interrupts)
+        for _ in range(5):  # more than there are slots
+            uses.publish()
+            uses.follow()
+
+
+def test_an_error_that_is_kept_keeps_neither_a_lease_nor_a_slot():
+    """Its traceback has the frames of the blocks that it left."""
+    with (
+        WeightChannel.create(workers.weights_of(0, 64)) as channel,
+        channel.handle.open() as reader,
+    ):
+        uses, errors = Uses(channel, reader), []
+        uses.publish()
+
+        def fails() -> None:
+            with reader.lease(), uses.follower.call(), channel.writing():
+                raise KeyboardInterrupt
+
+        for call in (fails, lambda: channel.publish(workers.weights_of(1, 64), 1)):
+            with pytest.raises((KeyboardInterrupt, ValueError)) as error:
+                call()
+            errors.append(error)
+        assert channel.readers()[0].leased == () and not uses.follower.is_running
+        assert uses.publish() == 2

@@ -19,7 +19,7 @@ from fusedrl.compat.library import Library
 
 ROOT = Path(__file__).parents[2] / "python" / "fusedrl"  # a wheel has the benchmarks too
 OF_TUPLES = {"_asdict", "_make", "_replace"}  # public, though they begin with an underscore
-OF_PYTHON = {"_exit", "_getframe", "_is_owned", "_run_exitfuncs"}
+OF_PYTHON = {"_exit", "_getframe", "_run_exitfuncs"}
 ENDINGS = {"_factory", "_log_probs_full_key"}  # of names of arguments
 OF_TORCHRL = ("transforms", "objectives", "weights", "collectors")
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
-from fusedrl.channel.forking import is_mine, renew_in_children
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.limits import no_channel, reserve
@@ -55,20 +54,18 @@ class ReaderInfo(NamedTuple):
     applied: int | None
 
 
-class Writing(_host.Writing):
-    """A slot that is being written, from the moment in which this exists to the end of its block.
+class Writing(_host.Write):
+    """A slot that is being written: published when its block ends, given up where that raises.
+
+    It owns the slot from the moment in which it exists, and gives it up when it is dropped.
 
     Attributes:
         version: the number under which it will be published.
         views: tensors over it, one for each entry of the layout that is not tied to another.
     """
 
-    __slots__ = ()
-
-    @property
-    def views(self) -> list[Tensor]:
-        """Tensors over the slot."""
-        return self.channel._views[self.slot]
+    __slots__ = ("views",)
+    views: list[Tensor]
 
 
 class WeightChannel:
@@ -113,8 +110,6 @@ class WeightChannel:
         self._timeout = timeout
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
         self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
-        self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
-        renew_in_children(self, _lock=threading.RLock)
         self._closed = False
         if slots is not None:
             self._memory, self._end = slots
@@ -328,31 +323,26 @@ class WeightChannel:
             ValueError, TimeoutError: as for :meth:`publish`.
         """
         limit = self.limit(timeout)
-        begin = partial(self._begin, version, limit, time.monotonic() + limit)
-        if is_mine(self._lock):  # by a block around this one, which cannot end before it
-            begin(False)
-        return Writing(self, min(limit, threading.TIMEOUT_MAX), begin)
+        for _ in self._looks(time.monotonic() + limit):
+            writing = Writing(self._end)
+            try:
+                writing.version = self._next(version)
+                if writing.slot is not None:
+                    self._memory.before_write(writing.slot)
+                    if self._memory.asynchronous:
+                        writing.before_release = self._memory.after_write
+                    writing.views = self._views[writing.slot]
+                    return writing
+            except BaseException:
+                writing.abort()  # the traceback of the error would keep the slot
+                raise
+            if self._end.writer() == threading.get_ident():
+                break  # a block around this one, which cannot end before it
+        raise self._full(limit)
 
     def limit(self, timeout: float | None) -> float:
         """The seconds of a wait for which a call gives ``timeout``."""
         return self._timeout if timeout is None else seconds("timeout", timeout)
-
-    def _begin(
-        self, version: int | None, limit: float, deadline: float, locked: bool
-    ) -> tuple[int, int]:
-        """The slot of a block that begins, and its version; the block gives up the slot."""
-        if not locked:
-            raise FullError(
-                f"timeout: expected to begin within {limit} s, got another publish or writing "
-                "block of this channel that has not ended; publish from one thread, after the block"
-            )
-        version = self._next(version)
-        for _ in self._looks(deadline):
-            slot = self._end.try_begin()
-            if slot is not None:
-                self._memory.before_write(slot)
-                return slot, version
-        raise self._full(limit)
 
     def _looks(self, deadline: float) -> Iterator[None]:
         """The times to look at the readers before a deadline: now, and whenever one has moved."""
@@ -378,6 +368,11 @@ class WeightChannel:
         return version
 
     def _full(self, timeout: float) -> FullError:
+        if self._end.writer():
+            return FullError(
+                f"timeout: expected to begin within {timeout} s, got another publish or writing "
+                "block of this channel that has not ended; publish from one thread, after the block"
+            )
         held = [
             f"pid {reader.pid} holds version{'s' * (len(reader.leased) > 1)} "
             + ", ".join(map(str, reader.leased))

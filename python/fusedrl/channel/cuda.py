@@ -118,7 +118,7 @@ class CudaMemory(Memory):
         ]
         return cls(driver, ordinal, slots, manifest["nbytes"])
 
-    def slot(self, index: int, lease: Any = None) -> Tensor:
+    def slot(self, index: int, lease: _host.Lease | None = None) -> Tensor:
         """The slot as a flat uint8 tensor, which may outlive this object and owns ``lease``."""
         slot = self._slot(index)
         capsule = self._driver.tensor(slot.address, self._nbytes, self._ordinal, (slot, lease))
@@ -146,7 +146,7 @@ class CudaMemory(Memory):
         slot.in_flight.add(poll)
         return poll
 
-    def keep_while_read(self, index: int, hold: _host.Hold) -> None:
+    def keep_while_read(self, index: int, hold: _host.Lease) -> None:
         """See :class:`Memory`."""
         if (done := self.after_read(index)) is not None:
             self._releases.add(hold, done)

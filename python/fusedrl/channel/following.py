@@ -7,12 +7,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from fusedrl import _host
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target, own
 from fusedrl.channel.sources import Place, places_of
@@ -49,33 +47,91 @@ class Hook:
         return Hook, ()
 
 
-class Following(_host.Calls):
-    """What computes with one version in each ``with`` block, the newest when the block begins.
+class Held:
+    """What a ``with`` block holds, until the block ends, at the latest until this is dropped.
 
-    ``with following as version:`` encloses a call: the version is chosen when the block begins and
-    stays until it ends. Overlapping calls of several threads, and calls within a call, share the
-    version of the first. Before the first version is published, the weights stay as they are, and
-    the version is ``None``.
+    Args:
+        value: what the block is given.
+        things: what is held, each of which gives itself up when it is dropped.
+    """
+
+    __slots__ = ("_things", "value")
+
+    def __init__(self, value: Any, *things: Any) -> None:
+        self.value = value
+        self._things = list(things)
+
+    def __enter__(self) -> Any:
+        """The value."""
+        return self.value
+
+    def __exit__(self, *error: object) -> None:
+        """Give up what is held."""
+        while self._things:
+            self._things.pop()
+
+
+class _Version:
+    """What the calls that run share: the version that all of them compute with.
+
+    It is dropped with the last of them, and gives back its lease then.
+    """
+
+    __slots__ = ("__weakref__", "lease")
+
+    def __init__(self, lease: Lease | None) -> None:
+        self.lease = lease
+
+
+def _no_call() -> None:
+    """No call runs, as a reference to a version that is gone says."""
+
+
+class Following:
+    """What computes with one version in each call, the newest when the call begins.
+
+    ``with following.call() as version:`` encloses a call: the version is chosen when the call
+    begins and stays until it ends. Overlapping calls of several threads, and calls within a call,
+    share the version of the first. Before the first version is published, the weights stay as they
+    are, and the version is ``None``.
 
     Args:
         reader: of the channel; :meth:`close` leaves it open.
         module: that computes.
 
     Attributes:
-        version: of the block that goes on, or of the last one; ``None`` before the first version.
+        version: of the call that goes on, or of the last one; ``None`` before the first version.
     """
 
     def __init__(self, reader: WeightReader, module: nn.Module) -> None:
-        super().__init__()
         self.reader = reader
         self.module = module
         self.version: int | None = None
+        self._running: Callable[[], _Version | None] = _no_call
+        self._loaded_for: Lease | None = None  # holds what load() has loaded for the next call
         # Re-entrant: a follower may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         renew_in_children(self, _lock=threading.RLock)
 
+    def call(self) -> Held:
+        """A call that begins: a block with the version, ``None`` before the first.
+
+        The version is held from here until the block ends, or what this returns is dropped.
+        """
+        with self._lock:
+            running = self._running()
+            if running is None:
+                has_version = self.reader.version is not None
+                running = _Version(self._switch(None) if has_version else None)
+                self._running = weakref.ref(running)
+                self._loaded_for = None
+            if running.lease is None or not self.reader.memory.asynchronous:
+                return Held(self.version, running)
+            # Each call's own lease waits, when it is given back, for the work on its own stream.
+            return Held(self.version, running, running.lease.share())
+
     def load(self, timeout: float | None = None) -> int:
-        """Load the newest version, unless a call is running, and hold it until the next has ended.
+        """Load the newest version, unless a call is running, and hold it until the next begins.
 
         Args:
             timeout: seconds to wait for the first version; the channel's own if ``None``.
@@ -87,19 +143,18 @@ class Following(_host.Calls):
             TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
         """
         with self._lock:
-            if self.running == 0:
-                self._switch(timeout)
+            if not self.is_running:
+                self._loaded_for = self._switch(timeout)
             assert self.version is not None
             return self.version
 
-    def _begin(self) -> int | None:
-        """The version of a call that begins, ``None`` before the first."""
-        if self.running == 0 and self.reader.version is not None:
-            self._switch(None)
-        return self.version
+    @property
+    def is_running(self) -> bool:
+        """Whether a call goes on."""
+        return self._running() is not None
 
-    def _switch(self, timeout: float | None) -> None:
-        """Load the newest version, which no call computes with yet."""
+    def _switch(self, timeout: float | None) -> Lease | None:
+        """Load the newest version, which no call computes with yet; what holds it, if anything."""
         raise NotImplementedError
 
     def close(self, detach: bool = True) -> None:
@@ -135,7 +190,7 @@ class Follower(Following):
         >>> with WeightChannel.create(trained) as channel, channel.handle.open() as reader:
         ...     _ = channel.publish()
         ...     follower = Follower(reader, policy)
-        ...     with follower as version:
+        ...     with follower.call() as version:
         ...         print(version, bool((policy.weight == trained.weight).all()))
         ...     follower.close()
         1 True
@@ -206,16 +261,7 @@ class Follower(Following):
                     "each step"
                 )
 
-    def hold(self) -> Lease | None:
-        """Hold the version of the current call beyond the end of the call.
-
-        Returns:
-            A lease of it; ``None`` before the first version.
-        """
-        with self._lock:
-            return None if self.held is None else self.held.share()
-
-    def _switch(self, timeout: float | None) -> None:
+    def _switch(self, timeout: float | None) -> Lease:
         # An interrupt at any point leaves what the next call begins with: another load of all.
         with self.reader.lease(timeout=timeout) as lease:
             if lease.version != self.version or not self._loaded:
@@ -223,14 +269,14 @@ class Follower(Following):
                 lease.load(self.target, self.mode, self.keeps)
                 self.version = lease.version
                 self._loaded = True
-            self.held = lease.share()
+            return lease.share()
 
     def _give_copies(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
         # A view would change later. Pickling it for another process would also move its storage out
         # of the channel's memory.
-        with self:
+        with self.call():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if prefix + name in state:
                     state[prefix + name] = parameter.detach().clone()
@@ -250,7 +296,7 @@ class Follower(Following):
             self._loaded = False
 
     def _own(self) -> None:
-        if self.running or self.keeps:
+        if self.is_running or self.keeps:
             own(self.target.parameters)
             return
         with self.reader.lease() as lease:
@@ -270,9 +316,8 @@ class Follower(Following):
             self._hooks = []
             if detach and self._aliases and self._loaded:
                 self._own()
-            self._loaded = False  # a call that still runs releases its version itself
-            if self.running == 0:
-                self.held = None
+            self._loaded = False
+            self._loaded_for = None  # a call that still runs holds its version itself
         _FOLLOWERS.discard(self)
 
 
@@ -283,7 +328,7 @@ def refuse_followed(session: str, places: Collection[Place]) -> None:
             follower.refuse_trained(places)
 
 
-def one_version(model: nn.Module) -> AbstractContextManager[None]:
+def one_version(model: nn.Module) -> Held:
     """Keep every follower of a model, or of parts of it, at one version within a ``with`` block.
 
     Args:
@@ -292,14 +337,12 @@ def one_version(model: nn.Module) -> AbstractContextManager[None]:
     """
     followers = list(_FOLLOWERS)
     parts = set(map(id, model.modules())) if followers else set()
-    return _host.AllEntered(
-        [
-            follower
-            for follower in followers
-            if id(follower.module) in parts
-            or not parts.isdisjoint(map(id, follower.module.modules()))
-        ]
+    calls = (
+        follower.call()
+        for follower in followers
+        if id(follower.module) in parts or not parts.isdisjoint(map(id, follower.module.modules()))
     )
+    return Held(None, *calls)
 
 
 def version_of(policy: Any) -> int | None:

@@ -27,11 +27,6 @@ def renew_in_children(owner: Any, **attributes: Callable[[], Any]) -> None:
     _OWNERS[weakref.ref(owner)] = attributes
 
 
-def is_mine(lock: Any) -> bool:
-    """Whether this thread holds a ``threading.RLock``, which Python does not tell publicly."""
-    return lock._is_owned()  # noqa: SLF001
-
-
 def _renew() -> None:
     for reference, attributes in list(_OWNERS.items()):
         owner = reference()

@@ -34,14 +34,14 @@ class Memory:
     asynchronous = False  # whether computation may go on after the call that launches it
 
     def __init__(self, end: _host.Publisher | _host.Reader, slots: int, nbytes: int) -> None:
-        self._tensor: Callable[[int, Any], Tensor] = lambda i, lease: torch.from_dlpack(
-            end.slot_tensor(i, nbytes, lease)
+        self._tensor: Callable[[int, _host.Lease | None], Tensor] = lambda i, lease: (
+            torch.from_dlpack(end.slot_tensor(i, nbytes, lease))
         )
         self.count = slots
         self._whole = [self._tensor(i, None) for i in range(slots)]
         self._addresses = [slot.data_ptr() for slot in self._whole]
 
-    def slot(self, index: int, lease: Any = None) -> Tensor:
+    def slot(self, index: int, lease: _host.Lease | None = None) -> Tensor:
         """The bytes of a slot; a tensor of its own where it is to keep a ``lease`` of the slot."""
         if lease is not None:
             return self._tensor(index, lease)
@@ -59,7 +59,7 @@ class Memory:
     def before_read(self, index: int) -> None:
         """Make the reader's computation wait for the publisher's copies."""
 
-    def keep_while_read(self, index: int, hold: _host.Hold) -> None:
+    def keep_while_read(self, index: int, hold: _host.Lease) -> None:
         """Drop ``hold`` of a slot once the reader's computation so far has ended."""
 
     def when_read(self, then: Callable[[], None]) -> None:

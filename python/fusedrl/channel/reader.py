@@ -26,15 +26,15 @@ class Lease(_host.Lease):
     """One complete version of the weights, unchanged for as long as the lease is held.
 
     It owns its slot from the moment in which it exists, and gives it back once: at
-    :meth:`release`, at the end of its ``with`` block, or when it is dropped before anything has
-    asked for its weights. No interrupt comes between these.
+    :meth:`release`, at the end of its ``with`` block, or when it is dropped. Its weights do not
+    keep it, so use them within its block.
 
     Attributes:
         version: the number of the version that :attr:`weights` are.
         held: whether it is not released yet, and its reader is open.
     """
 
-    __slots__ = ()
+    __slots__ = ("reader",)
     reader: WeightReader
 
     @property
@@ -44,26 +44,27 @@ class Lease(_host.Lease):
         Raises:
             RuntimeError: the lease is released, its reader is closed, or this is a forked child.
         """
-        return self.reader._weights(self._lent_slot())
+        return self.reader._weights(self._held_slot())
 
     @property
     def views(self) -> list[Tensor]:
         """As :attr:`weights`, a tensor for each stored entry of the layout, in its order."""
-        return self.reader._views(self._lent_slot())
+        return self.reader._views(self._held_slot())
 
-    def _lent_slot(self) -> int:
+    def _held_slot(self) -> int:
         if not self.held:
             raise RuntimeError(
                 f"lease: expected one that is held, got version {self.version} after its release; "
                 "compute inside the with block, or clone what has to last"
             )
         self.reader.require_open()
-        self.lent = True
         return self.slot
 
     def share(self) -> Lease:
         """Another lease of the same version, which is released by itself."""
-        return Lease(self)
+        other = Lease(self)
+        other.reader = self.reader
+        return other
 
     def load(self, target: Target, mode: str, keeps: bool = False) -> None:
         """Make a module compute with this version.
@@ -105,8 +106,8 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        self._memory: Memory = _open_memory(manifest, end)
-        self.device = self._memory.device
+        self.memory: Memory = _open_memory(manifest, end)
+        self.device = self.memory.device
         self._slots: dict[int, _SlotViews] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
         # Memory that owns a lease, and the parameters that were made to lie there.
@@ -197,7 +198,7 @@ class WeightReader:
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         newest = self.wait_for(0 if min_version is None else min_version, limit)
-        while not (lease := Lease(self, self._end, apply)).held:
+        while not (lease := Lease(self._end, apply)).held:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timeout: expected to hold a version within {limit} s, got a publisher (pid "
@@ -205,19 +206,20 @@ class WeightReader:
                     "publish less often, or create the channel with more slots"
                 )
         try:
-            self._memory.before_read(lease.slot)
+            self.memory.before_read(lease.slot)
         except BaseException:
-            lease.release()
+            lease.release()  # the traceback of the error would keep it
             raise
-        if self._memory.asynchronous:
-            lease.after_use = self._release_later
+        if self.memory.asynchronous:
+            lease.before_release = self._release_later
+        lease.reader = self
         return lease
 
     def _of_slot(self, slot: int) -> _SlotViews:
         known = self._slots.get(slot)
         # Pickling a view for another process moves its storage into other shared memory.
         if known is None or known.flat.data_ptr() != known.address:
-            flat = self._memory.slot(slot)
+            flat = self.memory.slot(slot)
             known = _SlotViews(flat, flat.data_ptr(), self.layout.views(flat), [])
             self._slots[slot] = known
         return known
@@ -227,7 +229,7 @@ class WeightReader:
 
     def _keep(self, lease: Lease, target: Target) -> None:
         """Make a module's parameters lie in memory that owns a lease of its own."""
-        views, flat = self._views(lease.slot), self._memory.slot(lease.slot, lease.share())
+        views, flat = self._views(lease.slot), self.memory.slot(lease.slot, lease.share())
         with torch.inference_mode(False):
             target.alias(views, flat)
         with self._lock:
@@ -243,7 +245,7 @@ class WeightReader:
 
     def _release_later(self, slot: int) -> None:
         """Hold a slot until the work that the current stream has so far is done."""
-        self._memory.keep_while_read(slot, _host.Hold(self._end, slot))
+        self.memory.keep_while_read(slot, _host.Lease(self._end, slot))
 
     def load_into(
         self,
@@ -306,12 +308,12 @@ class WeightReader:
             for storage, references in self._kept:
                 parameters = [p for reference in references if (p := reference()) is not None]
                 own([p for p in parameters if p.untyped_storage() is storage()])
-            if self._memory.asynchronous:
+            if self.memory.asynchronous:
                 for slot in self._end.leased():
                     self._release_later(slot)
             self._end.end_leases()
-            self._memory.when_read(self._end.close)
-            self._memory.close()
+            self.memory.when_read(self._end.close)
+            self.memory.close()
 
     def __enter__(self) -> WeightReader:
         """The reader."""

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
-from fusedrl import _host
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.collectors.interrupts import uninterrupted
 from fusedrl.collectors.progress import BatchFacts
 from fusedrl.compat.torchrl import for_buffer
 
@@ -32,9 +30,10 @@ class Ready(NamedTuple):
 class BatchStream:
     """The batches of turns that run here, or of a worker.
 
-    Ctrl-C changes nothing while this waits for a batch. After that, the batch is counted, prepared
-    and stored as a whole, and it is kept until it is handed out. Each batch is handed out once,
-    to one of the threads that iterate.
+    Ctrl-C changes nothing while this waits for a batch. After that, the batch is counted, and kept
+    until it is handed out, so that the next iteration goes on with it: Ctrl-C within its
+    preparation begins that again. Each batch is handed out once, to one of the threads that
+    iterate.
 
     Args:
         collector: whose batches they are; it is not kept alive.
@@ -61,6 +60,7 @@ class BatchStream:
         self.frames = self.batches = self.dropped = 0
         self.storing = threading.Lock()
         self.ready: Ready | None = None
+        self._counted: Any = None  # what was counted, and is not ready yet
         self.taking: Any = threading.RLock()
         self.iterator: Iterator[Any] | None = None
         renew_in_children(self, taking=threading.RLock, storing=threading.Lock)
@@ -88,22 +88,31 @@ class BatchStream:
     def prepare(self, advance: Advance) -> Ready | None:
         """Make the next batch ready, unless one is, and return it; ``None`` at the end."""
         while self.ready is None:
-            arrived = self._wait()
-            if arrived is None:
-                break
-            with uninterrupted():
+            if self._counted is None:
+                arrived = self._wait()
+                if arrived is None:
+                    break
                 if not self._count(arrived):
                     continue
-                facts = BatchFacts(self._collector, arrived.batch)
-                drops = facts.are_too_old(self.max_staleness, self.dropped, self.counter)
-                self._request()
-                advance(facts)
-                if drops:
-                    self.dropped += arrived.batch.numel()
-                else:
-                    self.ready = Ready(self._stored(arrived.batch))
-            del arrived, facts
+                self._counted = arrived
+                del arrived
+            try:
+                self._make_ready(self._counted, advance)
+            except Exception:
+                self._counted = None  # it would fail again
+                raise
+            self._counted = None
         return self.ready
+
+    def _make_ready(self, counted: Any, advance: Advance) -> None:
+        facts = BatchFacts(self._collector, counted.batch)
+        drops = facts.are_too_old(self.max_staleness, self.dropped, self.counter)
+        self._request()
+        advance(facts)
+        if drops:
+            self.dropped += counted.batch.numel()
+        else:
+            self.ready = Ready(self._stored(counted.batch))
 
     def _stored(self, batch: Any) -> Any:
         """A batch to hand out, or ``None`` once it is in the buffer."""
@@ -116,7 +125,7 @@ class BatchStream:
 
     def forget(self) -> None:
         """Drop the batch that was not handed out yet, if there is one."""
-        self.ready = None
+        self.ready = self._counted = None
 
     # What a source does in its own way.
 
@@ -167,16 +176,14 @@ class Rest(Iterator[Any]):
         stream = self._stream
         stream.check()
         while True:
-            turn = _host.Acquired(stream.taking, threading.TIMEOUT_MAX)
             try:
-                ready = stream.prepare(self._shown())
+                with stream.taking:
+                    ready = stream.prepare(self._shown())
             except BaseException as error:
                 self._close()
                 if isinstance(error, Exception):
                     self._failed()
                 raise
-            finally:
-                turn.release()
             if ready is None:
                 self._close()
                 raise StopIteration

@@ -6,14 +6,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fusedrl import _host
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Following
-from fusedrl.channel.forking import is_mine, renew_in_children
+from fusedrl.channel.following import Following, Held
+from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.policy_version import Version
 from fusedrl.weights.follow import (
     check_counts,
@@ -24,14 +23,36 @@ from fusedrl.weights.follow import (
 )
 
 WAIT_S = 600.0  # seconds that an update waits for turns, and a turn for an update
+POLL_S = 0.0005
+
+
+class _Block:
+    """A turn, or an update, that has the weights for itself until it is dropped.
+
+    Attributes:
+        thread: that it runs in.
+        updates: whether it is an update.
+        numbered: whether the weights of the update come with their version.
+    """
+
+    __slots__ = ("__weakref__", "numbered", "thread", "updates")
+
+    def __init__(self, updates: bool) -> None:
+        self.thread = threading.get_ident()
+        self.updates = updates
+        self.numbered = False
+
+
+def _no_block() -> None:
+    """No block goes on, as a reference to one that is gone says."""
 
 
 class Versions:
     """Gives each turn of a collector one version of the policy's weights, and its number.
 
     Weights come through a channel, with their number: a follower switches them between turns. Or
-    somebody writes them into the policy, and each update is counted: a turn and an update then hold
-    one lock, which goes to whoever has waited longest.
+    somebody writes them into the policy, and each update is counted: turns and updates of different
+    threads then exclude each other, and nobody who waits is overtaken by more than one of them.
 
     Attributes:
         tracker: the transform that tags what the environment returns, if versions are tracked.
@@ -46,15 +67,16 @@ class Versions:
         self.follower: Following | None = None
         self.settle: Callable[[float], bool] = lambda seconds: True
         self._close: Callable[[], None] | None = None
-        # Whoever waits for the lock has the first place, so that nobody who comes later overtakes.
-        self._lock: Any = threading.RLock()  # an RLock knows which thread owns it
+        self._block: Callable[[], _Block | None] = _no_block  # that goes on without a channel
+        # Whoever waits for its end has the first place, so that nobody who comes later overtakes.
         self._first_place = threading.Lock()
-        self._updates = False  # whether the owner of the lock is an update
-        self._numbered = False  # whether the weights of that update come with their version
         self._counting = threading.Lock()
         self.patience = WAIT_S
         renew_in_children(
-            self, _lock=threading.RLock, _first_place=threading.Lock, _counting=threading.Lock
+            self,
+            _first_place=threading.Lock,
+            _counting=threading.Lock,
+            _block=lambda: _no_block,
         )
 
     def open(self, channel: WeightHandle | WeightReader, policy: Any, mode: Any) -> None:
@@ -107,7 +129,7 @@ class Versions:
         if self.is_open and self.follower is not None:
             check_open(self.follower.reader)
 
-    def held(self) -> AbstractContextManager[Version | None]:
+    def held(self) -> Held:
         """Let the policy compute with one version in a block: the newest now.
 
         A block within another of the same thread is a part of it.
@@ -121,32 +143,40 @@ class Versions:
             TimeoutError: an update without a channel does not end.
         """
         self.check()
-        if self.follower is not None:
-            # An object, which also ends where an interrupt comes before the block begins.
-            return _host.Entered(self.follower, self._tag)
-        return self._alone(False, "turn: expected the end of an update of the policy's weights")
+        if self.follower is None:
+            return self._alone(False, "turn: expected the end of an update of the policy's weights")
+        turn = self.follower.call()
+        turn.value = self._tag(turn.value)
+        return turn
 
-    def _alone(self, updates: bool, expected: str) -> _host.Entered:
-        """Hold the lock in a block, which gives the number of the weights."""
-        deadline = time.monotonic() + self.patience
-        waiting: list[_host.Acquired] = []
-        try:
-            if not is_mine(self._lock):
-                for lock in (self._first_place, self._lock):
-                    waiting.append(_host.Acquired(lock, max(deadline - time.monotonic(), 0.0)))
-                    if not waiting[-1].held:
+    def _alone(self, updates: bool, expected: str) -> Held:
+        """A block that nothing of another thread runs beside, with the number of the weights."""
+        block = self._own_block()
+        if block is not None and updates and not block.updates:
+            raise RuntimeError(
+                "weights: expected an update between two turns, got one from within a turn, "
+                "which would have two versions; update before or after the rollout, or from "
+                "another thread"
+            )
+        if block is None:
+            with self._first_place:
+                deadline = time.monotonic() + self.patience
+                while self._block() is not None:
+                    if time.monotonic() > deadline:
                         raise self._late(expected)
-                self._updates = updates
-            elif updates and not self._updates:
-                raise RuntimeError(
-                    "weights: expected an update between two turns, got one from within a turn, "
-                    "which would have two versions; update before or after the rollout, or from "
-                    "another thread"
-                )
-            return _host.Entered(self._lock, lambda _: self._tag(None))
-        finally:
-            for lock in waiting:
-                lock.release()
+                    time.sleep(POLL_S)
+                block = _Block(updates)
+                self._block = weakref.ref(block)
+        return Held(self._tag(None), block)
+
+    def _own_block(self) -> _Block | None:
+        """The block of this thread that goes on."""
+        block = self._block()
+        return block if block is not None and block.thread == threading.get_ident() else None
+
+    def _is_in_update(self) -> bool:
+        block = self._own_block()
+        return block is not None and block.updates
 
     def _late(self, expected: str) -> TimeoutError:
         return TimeoutError(
@@ -172,7 +202,7 @@ class Versions:
 
     def count(self) -> None:
         """Count a new version, once for an update, unless versions come from a channel."""
-        if not (self._updates and is_mine(self._lock)):
+        if not self._is_in_update():
             self._count()
 
     def _count(self) -> None:
@@ -195,11 +225,13 @@ class Versions:
             TimeoutError: a turn does not end.
         """
         self.refuse_beside_channel()
-        is_part = self._updates and is_mine(self._lock)
+        is_part = self._is_in_update()
         with self.between_turns():
-            self._numbered = numbered or (is_part and self._numbered)
+            block = self._own_block()  # none where a follower switches the weights
+            if block is not None:
+                block.numbered = numbered or block.numbered
             yield
-            if not (is_part or self._numbered):
+            if not (is_part or (block is not None and block.numbered)):
                 self._count()
 
     @contextmanager

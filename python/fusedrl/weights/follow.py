@@ -14,9 +14,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule
 from torch import nn
 
-from fusedrl import _host
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Follower, Following
+from fusedrl.channel.following import Follower, Following, Held
 from fusedrl.channel.sources import module_places
 from fusedrl.compat import torch as torch_names
 from fusedrl.compat import torchrl
@@ -141,11 +140,11 @@ class Attachment:
         if running is None:
             return self._in_call(partial(self._tagged, call), *args, **kwargs)
         running.turn = None  # ends the turn before
-        running.turn = _host.Entered(self._follower)
+        running.turn = self._follower.call()
         return self._tagged(call, *args, **kwargs)
 
     def _in_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _host.Entered(self._follower):
+        with self._follower.call():
             return call(*args, **kwargs)
 
     def _tagged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +181,7 @@ class Attachment:
 class _Rollout:
     """A rollout that goes on, and the turn of its last call of the policy."""
 
-    turn: _host.Entered | None = None
+    turn: Held | None = None
 
 
 def _no_rollout() -> None:

@@ -326,7 +326,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         follower = self._follow(self._local, collector)
         if self._attachment is None:
             self._attachment = Attachment(collector, follower, is_policy(self._id()))
-        with follower:
+        with follower.call():
             pass  # releases the version that is held until the first call
 
     def _follow(self, model: Any, collector: Any = None) -> Following:

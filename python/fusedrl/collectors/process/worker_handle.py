@@ -351,7 +351,7 @@ class WorkerBatches(BatchStream):
     def prepare(self, advance: Advance) -> Ready | None:
         """As for :class:`BatchStream`, but for a batch that a call has made outdated."""
         if self.number <= self._worker.outdated:
-            self.ready = None
+            self.forget()
         return super().prepare(advance)
 
     def _wait(self) -> Arrived | None:
