@@ -384,16 +384,6 @@ def test_a_batch_is_the_callers_alone(collect):
     assert gone() is None and next(iterator) is not None
 
 
-def test_the_profile_tells_where_time_goes(collect):
-    collector = collect(replay_buffer=ReplayBuffer(storage=LazyStackStorage(20)))
-    assert collector.profile().turns == 0
-    list(collector)
-    profile = collector.profile()
-    assert profile.turns == 8
-    assert min(profile.policy, profile.env, profile.stamping, profile.queueing) > 0
-    assert str(profile).startswith("8 turns, ") and "stamping" in str(profile)
-
-
 def test_torchrls_profiler_runs(collect, tmp_path):
     collector = collect(total_dialog_turns=16)
     collector.enable_profile(save_path=tmp_path / "trace.json", num_rollouts=2, warmup_rollouts=1)

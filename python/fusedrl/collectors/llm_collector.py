@@ -28,7 +28,7 @@ from fusedrl.collectors.options import (
 )
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
-from fusedrl.collectors.progress import Profile, progress_bar
+from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
@@ -186,14 +186,11 @@ class LLMCollector(LoopCollector):
         self._require_open()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
-        self._loop.watch.start()
         if self.reset_at_each_iter:
             self._loop.restart()
         self._loop.prepare(self.policy)
         with self._collecting:
-            batch = self._loop.batch(self._call_policy)
-        self._loop.watch.lap("queueing")
-        return batch
+            return self._loop.batch(self._call_policy)
 
     def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
         self._require_open()
@@ -366,10 +363,6 @@ class LLMCollector(LoopCollector):
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
             self._versions.close()
-
-    def profile(self) -> Profile:
-        """Where the time went since the collector was made: policy, env, stamping, queueing."""
-        return self._loop.watch.profile()
 
     def state_dict(self) -> Any:
         """The state of environment, policy, counts and version; later rollouts do not change it."""

@@ -80,10 +80,6 @@ class LoopCollector(_LLMCollector):
             self._loop.frames = frames
 
     @property
-    def _watch(self) -> Any:
-        return None if self._loop is None else self._loop.watch
-
-    @property
     def _traj_pool(self) -> Any:
         return None if self._loop is None else self._loop.trajectories.source
 
@@ -150,9 +146,7 @@ class RolloutBatches(BatchStream):
             return None
         collector._iter += 1
         self.buffer = collector.replay_buffer
-        arrived = Ready(collector.rollout())
-        collector._watch.start()
-        return arrived
+        return Ready(collector.rollout())
 
     def _count(self, arrived: Ready) -> bool:
         self._collector._count(arrived.batch.numel())
@@ -165,9 +159,4 @@ class RolloutBatches(BatchStream):
         batch = self._collector._postproc(batch)
         if self._collector.post_collect_hook is not None:
             self._collector.post_collect_hook(batch)
-        return batch
-
-    def _stored(self, batch: Any) -> Any:
-        batch = super()._stored(batch)
-        self._collector._watch.lap("queueing")
         return batch

@@ -98,7 +98,6 @@ class PoolLoop(TurnLoop):
                 self._carried = self._env.reset()
             self.trajectories.begin(self._env.batch_size, self._env.device)
             self._running = True
-            self.watch.lap("env")
         if self._carried is not None:
             self._ask(policy)
         self._take(policy)
@@ -126,32 +125,26 @@ class PoolLoop(TurnLoop):
         with self._versions.held() as version:
             # The policy is called again, and may write there, while the environments step.
             answers = copy_of(call_by_length(policy, carried))
-            self.watch.lap("policy")
             with self._environments():
                 self._env.async_step_and_maybe_reset_send(answers)
         self._asked.update(dict.fromkeys(indices, version))
         self._carried = None  # only now, so that a policy that raises is called again
-        self.watch.lap("env")
 
     def _take(self, policy: Policy) -> None:
         """Wait for the first environments that have stepped, and keep their turns."""
-        watch, batches = self.watch, self._batches
+        batches = self._batches
         least = self._env.min_get if batches.completed else self._env.num_envs
         least = min(least, len(self._asked))  # fewer dialogs run once the budget is used up
         with self._environments():
             turn, self._carried = self._env.async_step_and_maybe_reset_recv(least)
-        watch.lap("env")
         indices, mask = env_indices(self._env, turn), ended(turn)
         rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
-        watch.turns += turn.numel()
-        watch.lap("stamping")
         if isinstance(batches, RowBatches):
             for index, row, over in zip(indices, rows, mask, strict=True):
                 self.frames += batches.add_row(index, row.reshape(-1)[0], bool(over.any()))
         else:
             batches.add(lazy_stack(rows), [])
         self.trajectories.renew(mask, indices)
-        watch.lap("queueing")
         if batches.completed and self.frames + batches.pending < self._total:
             self._ask(policy)
         elif batches.completed:

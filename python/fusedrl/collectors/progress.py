@@ -1,13 +1,11 @@
-"""Shows a collector's progress on a bar or in the log, and measures where its time goes."""
+"""Shows a collector's progress on a bar or in the log, and gives the figures of a batch."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ logger = logging.getLogger("fusedrl")
 
 RESPONSES = (("tokens", "response"), "tokens_response")
 MASK = ("masks", "all_attention_mask")
-PARTS = ("policy", "env", "stamping", "queueing")
 
 
 def check_progress(progress: bool) -> None:
@@ -70,6 +67,11 @@ class BatchFacts:
         newest, oldest = self.newest, self.oldest
         return newest - oldest if isinstance(newest, int) and oldest is not None else None
 
+    def __str__(self) -> str:
+        """The figures that are known."""
+        known = {"version": self.newest, "staleness": self.staleness, "tokens": self.tokens}
+        return ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
+
     def are_too_old(self, most: int | None, dropped: int, counter: str) -> bool:
         """Whether to drop the batch; the first time is logged.
 
@@ -99,54 +101,24 @@ def progress_bar(collector: Any) -> Iterator[Callable[[BatchFacts], None]]:
         collector: a collector, whose ``progress`` asks for a bar, and whose ``verbose`` asks for a
             line in the log for each batch.
     """
-    verbose = getattr(collector, "verbose", False)
-    numbers_of = _meter(collector)
-
-    def log(facts: BatchFacts) -> None:
-        if verbose:
-            numbers = numbers_of(facts)
-            line = " ".join(f"{key}={_short(value)}" for key, value in numbers.items())
-            logger.info("%s: %s", collector.__class__.__name__, line, extra=numbers)
-
     if not collector.progress:
-        yield log
+        yield partial(_log, collector) if getattr(collector, "verbose", False) else _ignore
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    endless = collector.total_frames == float("inf")
-    columns = (
-        TextColumn("turns"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rates]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns) as bar:
-        task = bar.add_task("turns", total=None if endless else collector.total_frames, rates="")
-
-        def advance(facts: BatchFacts) -> None:
-            numbers = numbers_of(facts)
-            bar.update(task, completed=numbers["turns"], rates=_rates(numbers))
-
-        yield advance
+    facts_column = TextColumn("turns, {task.fields[facts]}")
+    with Progress(BarColumn(), MofNCompleteColumn(), facts_column, TimeElapsedColumn()) as bar:
+        total = None if collector.total_frames == float("inf") else collector.total_frames
+        task = bar.add_task("turns", total=total, facts="")
+        yield lambda facts: bar.update(task, completed=frames_of(collector), facts=str(facts))
 
 
-def _meter(collector: Any) -> Callable[[BatchFacts], dict[str, Any]]:
-    """A function that gives the numbers to show for a batch, with the rates since its last call."""
-    last, turns = time.perf_counter(), frames_of(collector)
+def _log(collector: Any, facts: BatchFacts) -> None:
+    logger.info("%s: turns %s, %s", type(collector).__name__, frames_of(collector), facts)
 
-    def numbers_of(facts: BatchFacts) -> dict[str, Any]:
-        nonlocal last, turns
-        now, counted = time.perf_counter(), frames_of(collector)
-        seconds, collected = max(now - last, 1e-9), counted - turns
-        last, turns = now, counted
-        numbers: dict[str, Any] = {"turns": turns, "turns_per_s": collected / seconds}
-        if facts.tokens is not None:
-            numbers |= {"tokens": facts.tokens, "tokens_per_s": facts.tokens / seconds}
-        known = {"version": facts.newest, "staleness": facts.staleness}
-        return numbers | {name: value for name, value in known.items() if value is not None}
 
-    return numbers_of
+def _ignore(facts: BatchFacts) -> None:
+    """Show nothing."""
 
 
 def response_tokens(batch: TensorDictBase) -> int | None:
@@ -208,64 +180,3 @@ def turn_metrics(
         oldest = min(versions_in(flat))
         figures |= {"version": oldest, "staleness": newest - oldest}
     return {f"{prefix}{name}": float(value) for name, value in figures.items()}
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _rates(numbers: dict[str, Any]) -> str:
-    shown = [f"{numbers['turns_per_s']:.3g} turns/s"]
-    if "tokens_per_s" in numbers:
-        shown.append(f"{numbers['tokens_per_s']:.3g} tokens/s")
-    if "version" in numbers:
-        shown.append(f"version {numbers['version']}")
-    if "staleness" in numbers:
-        shown.append(f"staleness {numbers['staleness']}")
-    return ", ".join(shown)
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Seconds that a collector has spent on each kind of work; ``print`` shows shares and rates.
-
-    ``policy`` includes taking new weights from a channel, and ``env`` waiting for environments of
-    a pool. ``stamping`` is writing versions and trajectory ids. ``queueing`` is building batches,
-    postprocessing, and writing to a buffer or a queue.
-    """
-
-    turns: int
-    policy: float
-    env: float
-    stamping: float
-    queueing: float
-
-    def __str__(self) -> str:
-        """The shares of each kind of work, and the rates."""
-        parts = {name: getattr(self, name) for name in PARTS}
-        total = sum(parts.values()) or 1.0
-        shares = ", ".join(f"{k} {v:.3g} s ({v / total:.0%})" for k, v in parts.items())
-        return f"{self.turns} turns, {self.turns / total:.3g} a second: {shares}"
-
-
-class Stopwatch:
-    """Measures laps: the end of each lap names the work that its time was spent on."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        self.turns = 0
-        self._last = time.perf_counter()
-
-    def start(self) -> None:
-        """Begin a lap; the time since the last one is not counted."""
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Count the time since the last lap as ``name``."""
-        now = time.perf_counter()
-        self.seconds[name] += now - self._last
-        self._last = now
-
-    def profile(self) -> Profile:
-        """The laps so far."""
-        return Profile(turns=self.turns, **self.seconds)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fusedrl.collectors.batches import RowBatches, TurnBatches
 from fusedrl.collectors.policy_version import stamp_turn
-from fusedrl.collectors.progress import Stopwatch
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.tensordict import copy_of, get_entry
 from fusedrl.compat.torchrl import trajectory_numbers
@@ -66,7 +65,6 @@ class TurnLoop:
     Attributes:
         frames: turns so far; those of a batch are added when it is counted.
         trajectories: the trajectories that the dialogs are in.
-        watch: measures where the time goes.
     """
 
     def __init__(
@@ -80,7 +78,6 @@ class TurnLoop:
         self._total = total
         self.frames = 0
         self.trajectories = Trajectories()
-        self.watch = Stopwatch()
         self._carried: Any = None  # the policy's next input; None before a reset
 
     def prepare(self, policy: Any) -> None:
@@ -94,30 +91,23 @@ class TurnLoop:
 
     def _advance(self, policy: Policy) -> None:
         """Run a turn."""
-        watch = self.watch
         if self._carried is None:
             self._carried = self._env.reset()
             self.trajectories.begin(self._env.batch_size, self._env.device)
-            watch.lap("env")
         with self._versions.held() as version:
             answers = call_by_length(policy, self._carried)
-            watch.lap("policy")
             turn, self._carried = self._env.step_and_maybe_reset(answers)
-            watch.lap("env")
         mask = ended(turn)
         over = mask.flatten().tolist()
-        watch.turns += len(over)
         if not self._batches.skip(over):
             turn = copy_of(turn)  # policy and environment may write into theirs
             if version is not None:
                 # The environment has tagged "next" with what the tracker says.
                 stamp_turn(turn, version, following=self._versions.tracker.version != version)
             turn.set(IDS, self.trajectories.ids.clone())
-            watch.lap("stamping")
             self.frames += self._batches.add(turn, over)
             if True in over:
                 self.trajectories.renew(mask)
-        watch.lap("queueing")
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Give the policy that transforms score with the version of the turn."""

@@ -141,7 +141,7 @@ def test_dialogs_weights_and_profile(make):
         versions.append(of(batch))
         collector.update_policy_weights_(policy_of(Says(collector.policy_version + 1)))
     assert versions == [[n] * 4 for n in range(1, 7)]  # collected on demand
-    assert collector.profile().turns == 24 and collector.getattr_env("steps") == 12
+    assert collector.getattr_env("steps") == 12
     assert collector.map_fn("policy_version.__add__", [(1,)]) == [8]
 
 
@@ -439,6 +439,4 @@ def test_start_and_shutdown_say_what_they_need(make):
     with pytest.raises(AttributeError, match="missing") as raised:
         collector.getattr_env("missing")
     assert "in getattr_env" in str(raised.value.__cause__)
-    with pytest.raises(AttributeError, match="profile"):
-        collector.profile()
     assert collector.next().shape == (4,)  # a refused call ends nothing

@@ -48,25 +48,24 @@ def test_verbose_logs_a_line_for_each_batch(make, caplog):
             collector._worker.batch(collector._batches.number, None)
             collector.update_policy_weights_(weights_of(3.0))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert all(line.startswith("AsyncCollector: turns=") for line in lines)
-    found = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
-    assert [(x["turns"], x["version"], x["staleness"]) for x in found] == [
-        ("4", "1", "0"),
-        ("8", "3", "1"),
+    assert lines == [
+        "AsyncCollector: turns 4, version 1, staleness 0",
+        "AsyncCollector: turns 8, version 3, staleness 1",
     ]
 
 
 def test_dialogs_are_logged_in_the_trainer(make, caplog):
     with caplog.at_level("INFO", logger="fusedrl"):
         list(make(Counting, policy, verbose=True, **DIALOGS))
-    assert [record.turns for record in caplog.records if record.levelname == "INFO"] == [4, 8]
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert lines == ["AsyncCollector: turns 4, ", "AsyncCollector: turns 8, "]
 
 
 def test_a_progress_bar(make, capsys):
     pytest.importorskip("rich")
     list(make(Counting, policy_of(Says(1)), progress=True, track_policy_version=True, **DIALOGS))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "8/8" in shown and re.search(r"turns/s, version 1, staleness 0", shown)
+    assert re.search(r"8/8 turns, version 1, staleness 0", shown)
 
 
 def test_quiet_by_default(make, caplog, capsys):

@@ -26,7 +26,7 @@ from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
 from fusedrl.collectors.process.worker import Job, make_collector
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerBatches, WorkerHandle
-from fusedrl.collectors.progress import Profile, progress_bar
+from fusedrl.collectors.progress import progress_bar
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import (
     process_context,
@@ -44,7 +44,8 @@ class AsyncCollector(_AsyncCollector):
     It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Batches lie in
     memory that the worker wrote and that nobody copies; a batch that you keep stays as it is.
     Weights reach the worker through a :class:`fusedrl.WeightChannel`: an update returns at once,
-    and every call of the policy computes with one whole version, the newest when it begins.
+    and every batch computes with one whole version, the newest when it begins; with
+    ``collector_class=LLMCollector`` every turn does.
 
     Args:
         create_env_fn: a function that makes the environment, in the worker.
@@ -367,14 +368,6 @@ class AsyncCollector(_AsyncCollector):
         if version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._batches.frames, self._batches.batches = frames, batches
-
-    def profile(self) -> Profile:
-        """Where the worker's time went: policy, env, stamping, queueing (packing is in this).
-
-        Raises:
-            AttributeError: the worker has torchrl's ``Collector``, which does not measure it.
-        """
-        return self._call(methodcaller("profile"))
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the worker's policy."""

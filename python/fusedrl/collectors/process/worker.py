@@ -207,12 +207,7 @@ class Worker:
             return
         counted = frames_of(collector)
         frames = batch.numel() if counted is None else counted - before
-        watch = getattr(collector, "_watch", None)
-        if watch is not None:
-            watch.start()
         self._send(messages.Batch(number, self._segments.pack(batch), frames))
-        if watch is not None:
-            watch.lap("queueing")
 
     def _answer(self, call: messages.Call) -> None:
         try:
