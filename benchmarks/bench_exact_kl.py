@@ -84,7 +84,7 @@ def one_case(pair: Pair, direction: str, usable: set[str]) -> Case:
         contenders={
             "two log_softmax + sum": lambda pair: plain_torch(pair, direction),
             "torch.compile": lambda pair: compiled(pair, direction),
-            "fusedrl": lambda pair: exact_kl(*pair, direction=direction),
+            "fusedrl": lambda pair: exact_kl(*pair, direction=direction).kl,
         },
         timed_only=timed_only,
         truth=lambda pair: truth(pair, direction),

@@ -81,7 +81,7 @@ def one_case(heads: Heads, direction: str, usable: set[str]) -> Case:
         timed_only[peers.LIGER] = lambda heads: peers.liger_linear_mean_kl(*heads, direction)
     contenders: dict[str, Callable] = {
         "logits of both": lambda heads: both_logits(heads, direction),
-        "fusedrl": lambda heads: linear_exact_kl(*heads, direction=direction),
+        "fusedrl": lambda heads: linear_exact_kl(*heads, direction=direction).kl,
     }
     if peers.TRL in usable and peers.has_divergence(peers.TRL):
         contenders[peers.TRL] = lambda heads: peers.trl_linear_kl(*heads, direction)

@@ -88,8 +88,7 @@ def four_products(job: Job) -> Tensor:
     """Our log-probs, which multiply by the head again in their backward pass."""
     from fusedrl import linear_token_log_probs  # pyright: ignore[reportAttributeAccessIssue]
 
-    log_probs = linear_token_log_probs(*job[:3], job.mask)
-    assert isinstance(log_probs, Tensor)
+    log_probs = linear_token_log_probs(*job[:3], job.mask).log_probs
     return torch_loss(log_probs, job)
 
 

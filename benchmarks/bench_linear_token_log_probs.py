@@ -209,7 +209,8 @@ def our_paths(job: Job) -> dict[str, Callable]:
         def path(job: Job, **options: Any) -> Any:
             arguments = job.hidden, job.weight, job.tokens, job.mask
             shift = job.mask is not None
-            return linear_token_log_probs(*arguments, shift=shift, impl=impl, **options)
+            found = linear_token_log_probs(*arguments, shift=shift, impl=impl, **options)
+            return found.log_probs
 
         return path
 
@@ -233,7 +234,7 @@ def forward_case(job: Job, usable: set[str]) -> Case:
     rivals = rival_paths(job, usable, peers.LINEAR_LOG_PROBS)
     mine = our_paths(job)
     entropies = {
-        f"{name} + entropy": lambda job, path=path: path(job, entropy=True).log_probs
+        f"{name} + entropy": lambda job, path=path: path(job, entropy=True)
         for name, path in mine.items()
     }
     bare, _ = bare_products(job)

@@ -211,7 +211,8 @@ def ragged_case(chats: Any, hidden: int, vocab: int, layers: int, device: str) -
     def padded(_: Any) -> Tensor:
         hidden = scored.model.model(ids, attended, use_cache=False).last_hidden_state
         head = scored.model.lm_head.weight
-        return linear_token_log_probs(hidden, head, ids, mask, shift=True)[attended.bool()]
+        found = linear_token_log_probs(hidden, head, ids, mask, shift=True).log_probs
+        return found[attended.bool()]
 
     return Case(
         op="RetrieveLogProb",

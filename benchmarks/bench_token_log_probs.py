@@ -87,7 +87,7 @@ def forward_case(
         contenders={
             "torchrl path": reference_path,
             "torch.compile": torch.compile(log_softmax_gather, dynamic=False),
-            "fusedrl": lambda b: token_log_probs(*b, shift=True),
+            "fusedrl": lambda b: token_log_probs(*b, shift=True).log_probs,
             "fusedrl + entropy": lambda b: token_log_probs(*b, shift=True, entropy=True).log_probs,
         },
         truth=truth,
@@ -134,7 +134,9 @@ def backward_cases(device: str) -> Iterator[Case]:
                 contenders={
                     "torchrl path": lambda b: gradient(reference_path, b),
                     "log_softmax + gather": lambda b: gradient(log_softmax_gather, b),
-                    "fusedrl": lambda b: gradient(lambda x: token_log_probs(*x, shift=True), b),
+                    "fusedrl": lambda b: gradient(
+                        lambda x: token_log_probs(*x, shift=True).log_probs, b
+                    ),
                 },
                 truth=exact,
                 work=moved,
@@ -143,7 +145,7 @@ def backward_cases(device: str) -> Iterator[Case]:
 
 def log_softmax_gather_exact(batch: Batch) -> Tensor:
     """The float64 definition, through the op's own reference."""
-    return token_log_probs(*batch, shift=True, impl="reference")
+    return token_log_probs(*batch, shift=True, impl="reference").log_probs
 
 
 def _setting(shape: tuple[int, ...], dtype: torch.dtype, keep: float) -> str:

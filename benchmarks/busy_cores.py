@@ -59,7 +59,7 @@ def main() -> None:
             linear_token_log_probs(hidden, weight, tokens)
 
     def forward_backward() -> None:
-        out = linear_token_log_probs(hidden, weight, tokens)
+        out = linear_token_log_probs(hidden, weight, tokens).log_probs
         torch.autograd.grad(out, (hidden, weight), upstream)
 
     calls = {"forward": forward, "forward + backward": forward_backward}

@@ -110,7 +110,7 @@ def _log_probs(device: str, shape: model.Case, impl: str = "auto") -> Runs:
     impl = impl if device == "cuda" else "auto"
     paths = {TORCH: of.plain_torch, **_bench("peers").LINEAR_LOG_PROB_SUM}
     paths = {name: of.on_kept_rows(path) for name, path in paths.items()}
-    paths = {OURS: lambda job: op(*job[:3], impl=impl), **paths}
+    paths = {OURS: lambda job: op(*job[:3], impl=impl).log_probs, **paths}
     runs: Runs = {name: partial(of.gradients, path, job) for name, path in paths.items()}
     return runs | {PRODUCTS: partial(of.bare_products(job)[1], job)}
 
@@ -128,7 +128,7 @@ def _linear_kl(device: str, shape: model.Case) -> Runs:
         torch.mm(logits.T, hidden, out=grads[1])
 
     calls = {
-        OURS: lambda *policy: op(*policy, *ref),
+        OURS: lambda *policy: op(*policy, *ref).kl,
         TORCH: lambda *policy: of.both_logits((*policy, *ref), "reverse"),
         peers.LIGER: lambda *policy: peers.liger_linear_mean_kl(*policy, *ref, "reverse"),
     }
@@ -142,7 +142,7 @@ def _of_logits(device: str, shape: model.Case, entropy: bool = False) -> Runs:
     if entropy:
         return _differentiated([logits], {OURS: lambda x: sum(op(x, tokens, entropy=True))})
     calls = {
-        OURS: lambda x: op(x, tokens),
+        OURS: lambda x: op(x, tokens).log_probs,
         TORCH: lambda x: -F.cross_entropy(x.float(), tokens, reduction="none"),
     }
     return _differentiated([logits], calls)
@@ -151,7 +151,7 @@ def _of_logits(device: str, shape: model.Case, entropy: bool = False) -> Runs:
 def _of_pairs(device: str, shape: model.Case, direction: str = "reverse") -> Runs:
     op, of, peers = _op("exact_kl"), _bench("bench_exact_kl"), _bench("peers")
     calls = {
-        OURS: lambda *pair: op(*pair, direction=direction),
+        OURS: lambda *pair: op(*pair, direction=direction).kl,
         TORCH: lambda *pair: of.plain_torch(pair, direction),
         peers.LIGER: lambda *pair: peers.liger_mean_kl(*pair, direction),
     }

@@ -82,8 +82,7 @@ class Learner:
         ]
         padded = pad_sequence(tokens, batch_first=True)  # on the right: no token sees it
         logits = self.trained.model(input_ids=padded, use_cache=False).logits
-        log_probs = token_log_probs(logits, padded, shift=True)
-        assert isinstance(log_probs, Tensor)
+        log_probs = token_log_probs(logits, padded, shift=True).log_probs
         return [
             row[start : len(x)] for row, start, x in zip(log_probs, starts, tokens, strict=True)
         ]

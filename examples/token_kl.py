@@ -15,7 +15,7 @@ reference_logits = torch.randn(batch, length, vocabulary)
 policy_logits = (reference_logits + 0.3 * torch.randn_like(reference_logits)).requires_grad_()
 
 policy, entropy = token_log_probs(policy_logits, tokens, mask, shift=True, entropy=True)
-reference = token_log_probs(reference_logits, tokens, mask, shift=True)
+reference = token_log_probs(reference_logits, tokens, mask, shift=True).log_probs
 kl, reward = token_kl(
     policy, reference, mask, estimator="k3", reward=torch.tensor([1.0, 0.0]), coeff=0.1
 )

@@ -113,7 +113,7 @@ with pytest.raises(native.NativeLibraryError, match="expected a compiled library
 with pytest.raises(native.NativeLibraryError, match="expected a compiled library"):
     token_kl(zeros[0], zeros[0])
 uniform = token_log_probs(zeros, tokens, impl="reference")
-torch.testing.assert_close(uniform.exp(), torch.full((2,), 1 / 3))
+torch.testing.assert_close(uniform.log_probs.exp(), torch.full((2,), 1 / 3))
 """
 
 
@@ -145,7 +145,7 @@ from fusedrl import token_log_probs
 from fusedrl.cli import info
 
 uniform = token_log_probs(torch.zeros(2, 3), torch.tensor([0, 1]))
-torch.testing.assert_close(uniform.exp(), torch.full((2,), 1 / 3))
+torch.testing.assert_close(uniform.log_probs.exp(), torch.full((2,), 1 / 3))
 with pytest.raises(native.NativeLibraryError, match="fusedrl._C_cuda: "):
     native.require("_C_cuda")
 print(info.collect()["libraries"]["_C_cuda"])
@@ -299,8 +299,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 *heads[:4], bias=heads[4], softcap=5.0, impl=impl,
                 direction="jensen_shannon", beta=0.2 if direction == "jensen_shannon" else 1
             )
-            (divergence * torch.arange(7)).sum().backward()
-            result += [divergence, *(x.grad for x in heads)]
+            (divergence.kl * torch.arange(7)).sum().backward()
+            result += [divergence.kl, *(x.grad for x in heads)]
         for softcap in (None, 5.0):
             hidden, weight, bias = leaves = [
                 x.to(dtype).to(kind).detach().requires_grad_() for x in head

@@ -24,7 +24,7 @@ os.environ["FAKE_CUDA_DRIVER"] = "11080"  # of which torch does not know
 from fusedrl import native, token_kl
 
 print(native.device_error(0))
-print(token_kl(log_probs, log_probs).device)
+print(token_kl(log_probs, log_probs).kl.device)
 """
 
 

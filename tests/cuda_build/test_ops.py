@@ -104,7 +104,7 @@ def test_nested_tensors_are_taken_and_answered(launches):
     logits = torch.nested.nested_tensor_from_jagged(torch.zeros(5, 11).cuda(), offsets)
     logits.requires_grad_()
     tokens = torch.nested.nested_tensor_from_jagged(torch.zeros(5).long().cuda(), offsets)
-    log_probs = fusedrl.token_log_probs(logits, tokens, shift=True)
+    log_probs = fusedrl.token_log_probs(logits, tokens, shift=True).log_probs
     assert log_probs.is_nested and log_probs.is_cuda
     log_probs.values().sum().backward()
     assert logits.grad is not None and logits.grad.is_nested

@@ -221,7 +221,7 @@ def test_one_graph_over_twenty_temperatures_of_exact_kl(graphs, kind, direction)
             offsets=offsets,
             shift=True,
             temperature=temperature,
-        ).sum()
+        ).kl.sum()
 
     compiled = torch.compile(loss, backend=graphs, fullgraph=True)
     for temperature in torch.linspace(0.5, 2.0, 20).unbind():
@@ -250,7 +250,7 @@ def test_one_graph_over_twenty_temperatures_of_linear_exact_kl(graphs, kind, dir
             offsets=offsets,
             shift=True,
             temperature=temperature,
-        ).sum()
+        ).kl.sum()
 
     compiled = torch.compile(loss, backend=graphs, fullgraph=True)
     for temperature in torch.linspace(0.5, 2.0, 20).unbind():
@@ -276,7 +276,7 @@ def test_twenty_lengths_make_at_most_two_graphs(graphs):
     """One for the first length, one with the length as a symbol."""
 
     def loss(logits, tokens):
-        return token_log_probs(logits, tokens, shift=True).sum()
+        return token_log_probs(logits, tokens, shift=True).log_probs.sum()
 
     compiled = torch.compile(loss, backend=graphs, fullgraph=True)
     for length in range(5, 25):
@@ -289,7 +289,7 @@ def test_twenty_lengths_of_hidden_states_make_at_most_two_graphs(graphs):
     weight = torch.randn(20, 6, requires_grad=True)
 
     def loss(hidden, tokens):
-        return linear_token_log_probs(hidden, weight, tokens, shift=True).sum()
+        return linear_token_log_probs(hidden, weight, tokens, shift=True).log_probs.sum()
 
     compiled = torch.compile(loss, backend=graphs, fullgraph=True)
     for length in range(5, 25):
@@ -331,7 +331,7 @@ def test_backward_through_inductor():
     def loss(logits):
         out = token_log_probs(logits * 2, tokens, mask, offsets=offsets, shift=True, entropy=True)
         kl = token_kl(out.log_probs, q, mask, offsets=offsets, reward=reward, coeff=0.1)
-        exact = exact_kl(logits, ref_logits - logits, mask, offsets=offsets, shift=True)
+        exact = exact_kl(logits, ref_logits - logits, mask, offsets=offsets, shift=True).kl
         both = exact_kl(
             *(logits, ref_logits - logits, mask),
             direction="jensen_shannon",

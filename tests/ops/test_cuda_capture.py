@@ -110,8 +110,10 @@ def test_a_graph_with_little_overhead_follows_temperature_and_coeff(device):
     """Inductor captures what is around the ops, and keeps the first value of nothing."""
 
     def loss(hidden, weight, tokens, temperature, coeff):
-        log_probs = linear_token_log_probs(hidden * 2, weight, tokens, temperature=temperature)
-        ref = token_log_probs(hidden.detach() @ weight.T, tokens, temperature=temperature)
+        log_probs = linear_token_log_probs(
+            hidden * 2, weight, tokens, temperature=temperature
+        ).log_probs
+        ref = token_log_probs(hidden.detach() @ weight.T, tokens, temperature=temperature).log_probs
         return (token_kl(log_probs, ref, reward=log_probs, coeff=coeff).reward * 3).sum()
 
     inputs = torch.randn(6, 8, device=device), torch.randn(17, 8, device=device)

@@ -164,10 +164,12 @@ def test_stored_logits_are_those_that_are_multiplied_again(direction, dtype):
         hidden, weight, bias = (x.detach().clone().requires_grad_() for x in inputs[:-1])
         with mock.patch.object(_stored, "MOST_BYTES_ON_CUDA", most_bytes):
             if direction is None:
-                out = linear_token_log_probs(hidden, weight, tokens, bias=bias, softcap=3.0)
+                out = linear_token_log_probs(
+                    hidden, weight, tokens, bias=bias, softcap=3.0
+                ).log_probs
             else:
                 head = {"bias": bias, "softcap": 3.0, "direction": direction}
-                out = linear_exact_kl(hidden, weight, ref_hidden, weight.detach(), **head)
+                out = linear_exact_kl(hidden, weight, ref_hidden, weight.detach(), **head).kl
         for _ in range(2):
             grads = torch.autograd.grad(out.sum(), [hidden, weight, bias], retain_graph=True)
             outcomes.append([out.detach(), *grads])

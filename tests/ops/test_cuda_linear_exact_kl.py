@@ -44,7 +44,7 @@ def run(heads, mask=None, impl="cuda", **options):
         ref_bias=ref_bias,
         impl=impl,
         **options,
-    )
+    ).kl
 
 
 def compare(heads, mask=None, batch_invariant=False, **options):

@@ -57,7 +57,7 @@ def test_a_nested_batch_is_refused():
 
     def total(x):
         rows = torch.nested.nested_tensor_from_jagged(x, OFFSETS)
-        return token_log_probs(rows, tokens, shift=True).values().sum()
+        return token_log_probs(rows, tokens, shift=True).log_probs.values().sum()
 
     with pytest.raises(RuntimeError, match=REFUSED.format("token_log_probs")):
         hessian(total, ROWS)
@@ -83,7 +83,7 @@ def test_the_reference_in_float32_has_the_hessian_of_torch():
     def plain(x):
         return torch.log_softmax(x, -1).gather(-1, TOKENS[:, None]).sum()
 
-    found = hessian(lambda x: token_log_probs(x, TOKENS, impl="reference").sum(), ROWS)
+    found = hessian(lambda x: token_log_probs(x, TOKENS, impl="reference").log_probs.sum(), ROWS)
     assert found.abs().sum() > 1
     torch.testing.assert_close(found, hessian(plain, ROWS))
 
@@ -102,7 +102,7 @@ def test_torch_func_is_refused_with_a_remedy_that_works(case):
 
 def test_vmap_without_a_gradient_is_right():
     both = torch.stack([ROWS, OTHERS])
-    for op in (lambda x: token_log_probs(x, TOKENS), lambda x: exact_kl(x, ROWS)):
+    for op in (lambda x: token_log_probs(x, TOKENS).log_probs, lambda x: exact_kl(x, ROWS).kl):
         expected = torch.stack([op(x) for x in both])
         torch.testing.assert_close(torch.vmap(op)(both), expected)
         with pytest.raises(NotImplementedError, match=r"outside the transforms of torch\.func"):
@@ -173,9 +173,9 @@ def test_a_sharded_head_is_refused(tmp_path):
     try:
         shard = {"vocab_offset": 0, "vocab_group": dist.group.WORLD}
         x = HIDDEN.clone().requires_grad_()
-        out = linear_token_log_probs(x, HEAD, TOKENS, **shard)
+        out = linear_token_log_probs(x, HEAD, TOKENS, **shard).log_probs
         (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        whole = linear_token_log_probs(x, HEAD, TOKENS).sum()
+        whole = linear_token_log_probs(x, HEAD, TOKENS).log_probs.sum()
         torch.testing.assert_close(grad, torch.autograd.grad(whole, x)[0])
         with pytest.raises(RuntimeError, match=r"whole vocabulary with impl='reference'"):
             torch.autograd.grad(out.sum(), x, create_graph=True)

@@ -61,7 +61,7 @@ def gradients(function, logits, ref_logits, upstream):
 def test_no_worse_than_torch_in_float32(dtype, classes, direction, temperature):
     for apart in (6.0, 0.05):
         p, q = sample((9, classes), dtype, apart)
-        ours = exact_kl(p, q, direction=direction, temperature=temperature)
+        ours = exact_kl(p, q, direction=direction, temperature=temperature).kl
         assert ours.dtype == torch.float32
         theirs = torch_path(p.float(), q.float(), direction, temperature)
         truth = torch_path(p.double(), q.double(), direction, temperature)
@@ -80,7 +80,7 @@ def test_gradients_no_worse_than_torch_in_float32(dtype, classes, direction, tem
         return torch_path(p, q, direction, temperature)
 
     def ours(p, q):
-        return exact_kl(p, q, direction=direction, temperature=temperature)
+        return exact_kl(p, q, direction=direction, temperature=temperature).kl
 
     mine = gradients(ours, p, q, upstream)
     theirs = gradients(path, p.float(), q.float(), upstream)
@@ -96,7 +96,7 @@ def test_reference_passes_gradcheck(direction):
     mask = torch.tensor([True, False, True, True, True])
 
     def function(p, q):
-        return exact_kl(p, q, mask, direction=direction, temperature=0.8)
+        return exact_kl(p, q, mask, direction=direction, temperature=0.8).kl
 
     assert torch.autograd.gradcheck(function, (p.requires_grad_(), q.requires_grad_()))
 
@@ -105,10 +105,10 @@ def test_reference_passes_gradcheck(direction):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_rows_have_no_divergence(direction, dtype):
     logits = (torch.randn(9, 10007) * 5).to(dtype)
-    divergence = exact_kl(logits, logits.clone(), direction=direction, temperature=0.7)
+    divergence = exact_kl(logits, logits.clone(), direction=direction, temperature=0.7).kl
     torch.testing.assert_close(divergence, torch.zeros(9), rtol=0, atol=1e-6)
     for grad in gradients(
-        lambda p, q: exact_kl(p, q, direction=direction), logits, logits, divergence + 1
+        lambda p, q: exact_kl(p, q, direction=direction).kl, logits, logits, divergence + 1
     ):
         torch.testing.assert_close(grad, torch.zeros_like(grad), rtol=0, atol=1e-6)
 
@@ -117,7 +117,7 @@ def test_equal_rows_have_no_divergence(direction, dtype):
 def test_nearly_equal_rows_are_never_negative(direction):
     logits = torch.randn(64, 5000) * 5
     nearly = logits * (1 + 1e-6) + 3.0
-    divergence = exact_kl(logits, nearly, direction=direction)
+    divergence = exact_kl(logits, nearly, direction=direction).kl
     assert ((divergence >= 0) & (divergence < 1e-6)).all()
 
 
@@ -127,11 +127,11 @@ def test_jensen_shannon_is_bounded_and_symmetric():
     q[:, 2000:] = -200.0  # no class in common
     p[1, 2000:] += torch.randn(2001)
     q[2, :2000] -= 5.0
-    divergence = exact_kl(p, q, direction="jensen_shannon")
+    divergence = exact_kl(p, q, direction="jensen_shannon").kl
     assert (divergence <= math.log(2)).all()
     torch.testing.assert_close(divergence, torch.full((3,), math.log(2)))
     p, q = sample((3, 4001))
-    there, back = (exact_kl(*x, direction="jensen_shannon") for x in ((p, q), (q, p)))
+    there, back = (exact_kl(*x, direction="jensen_shannon").kl for x in ((p, q), (q, p)))
     torch.testing.assert_close(there, back)
 
 
@@ -152,7 +152,7 @@ def test_infinite_logits(classes, direction, dtype):
     p[7], q[8] = -INF, -INF
     p[9, 2], q[10, classes - 1] = INF, INF
     p[11, classes - 1] = float("nan")
-    ours = exact_kl(p, q, direction=direction)
+    ours = exact_kl(p, q, direction=direction).kl
     truth = with_zeros(p, q, direction)
     truth[6] = with_zeros(p[6].masked_fill(p[6] == -150, -INF), q[6], direction)
     if direction == "forward":
@@ -171,7 +171,9 @@ def test_gradient_of_a_banned_class_is_zero(direction, impl):
     if direction == "forward":
         p, q = q, p
     upstream = torch.randn(3)
-    grads = gradients(lambda p, q: exact_kl(p, q, direction=direction, impl=impl), p, q, upstream)
+    grads = gradients(
+        lambda p, q: exact_kl(p, q, direction=direction, impl=impl).kl, p, q, upstream
+    )
     for logits, grad in zip((p, q), grads, strict=True):
         assert grad.isfinite().all()
         assert (grad[logits == -INF] == 0).all()
@@ -181,8 +183,8 @@ def test_gradient_of_a_banned_class_is_zero(direction, impl):
 def test_gradient_of_an_infinite_divergence_leaves_banned_classes_alone():
     p, q = sample((2, 50))
     q[0, :10] = -INF
-    assert exact_kl(p, q)[0] == INF
-    grad, grad_ref = gradients(exact_kl, p, q, torch.ones(2))
+    assert exact_kl(p, q).kl[0] == INF
+    grad, grad_ref = gradients(lambda *x: exact_kl(*x).kl, p, q, torch.ones(2))
     assert not grad[0].isfinite().any()
     assert (grad_ref[0, :10] == 0).all()
     assert grad[1].isfinite().all()
@@ -195,7 +197,7 @@ def test_rows_far_from_zero(offset, direction):
     p, q = sample((4, 6000))
     p, q = p + offset, q - offset
     truth = torch_path(p.double(), q.double(), direction)
-    no_worse(exact_kl(p, q, direction=direction), torch_path(p, q, direction), truth, 2e-6)
+    no_worse(exact_kl(p, q, direction=direction).kl, torch_path(p, q, direction), truth, 2e-6)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -209,9 +211,9 @@ def test_a_later_chunk_that_dwarfs_the_first(direction):
     q[4, 9000:] += 200.0
     truth = torch_path(p.double(), q.double(), direction)
     theirs = torch_path(p, q, direction)
-    no_worse(exact_kl(p, q, direction=direction), theirs, truth, 2e-6)
+    no_worse(exact_kl(p, q, direction=direction).kl, theirs, truth, 2e-6)
     upstream = torch.randn(5)
-    mine = gradients(lambda p, q: exact_kl(p, q, direction=direction), p, q, upstream)
+    mine = gradients(lambda p, q: exact_kl(p, q, direction=direction).kl, p, q, upstream)
     path = gradients(lambda p, q: torch_path(p, q, direction), p, q, upstream)
     exact = gradients(lambda p, q: torch_path(p, q, direction), p.double(), q.double(), upstream)
     for got, other, want in zip(mine, path, exact, strict=True):
@@ -244,7 +246,7 @@ def test_large_scaled_logits(direction, scale, temperature):
     upstream = torch.randn(4) * temperature
 
     def path(p, q):
-        return exact_kl(p, q, direction=direction, temperature=temperature)
+        return exact_kl(p, q, direction=direction, temperature=temperature).kl
 
     # What the logits' own rounding leaves of them.
     digits = {"rtol": 1e-4, "atol": 1e-4}
@@ -258,11 +260,11 @@ def test_large_scaled_logits(direction, scale, temperature):
 def test_only_the_side_that_requires_grad_gets_one(direction):
     p, q = sample((5, 300), torch.bfloat16)
     upstream = torch.randn(5)
-    both = gradients(lambda p, q: exact_kl(p, q, direction=direction), p, q, upstream)
+    both = gradients(lambda p, q: exact_kl(p, q, direction=direction).kl, p, q, upstream)
     for side in (0, 1):
         pair = [p.clone(), q.clone()]
         pair[side].requires_grad_()
-        exact_kl(*pair, direction=direction).backward(upstream)
+        exact_kl(*pair, direction=direction).kl.backward(upstream)
         assert torch.equal(pair[side].grad, both[side])
         assert pair[1 - side].grad is None
 
@@ -275,7 +277,7 @@ def test_what_a_dropped_token_holds_reaches_neither_result_nor_gradient(directio
     upstream = torch.randn(6)
 
     def path(p, q):
-        return exact_kl(p, q, mask, direction=direction)
+        return exact_kl(p, q, mask, direction=direction).kl
 
     clean, clean_grads = path(p, q), gradients(path, p, q, upstream)
     p[~mask] = q[~mask] = poison
@@ -292,8 +294,10 @@ def test_packed_shift_never_reads_the_neighbour():
     lengths = [3, 0, 1, 5]
     p, q = sample((9, 20))
     offsets = torch.tensor([0, 3, 3, 4, 9])
-    packed = exact_kl(p, q, offsets=offsets, shift=True)
-    grads = gradients(lambda p, q: exact_kl(p, q, offsets=offsets, shift=True), p, q, torch.ones(9))
+    packed = exact_kl(p, q, offsets=offsets, shift=True).kl
+    grads = gradients(
+        lambda p, q: exact_kl(p, q, offsets=offsets, shift=True).kl, p, q, torch.ones(9)
+    )
     start = 0
     for length in lengths:
         own = slice(start, start + length)
@@ -311,25 +315,25 @@ def test_padded_equals_packed_and_nested(direction):
     p, q = sample((3, 6, 33))
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     options = {"shift": True, "direction": direction, "temperature": 0.9}
-    padded = exact_kl(p, q, mask, **options)
+    padded = exact_kl(p, q, mask, **options).kl
     flat_p, flat_q, offsets = p[mask], q[mask], torch.tensor([0, 4, 5, 11])
-    packed = exact_kl(flat_p, flat_q, offsets=offsets, **options)
+    packed = exact_kl(flat_p, flat_q, offsets=offsets, **options).kl
     assert torch.equal(padded[mask], packed)
     assert (padded[~mask] == 0).all()
     keep = torch.rand(11) < 0.7
-    dropped = exact_kl(flat_p, flat_q, keep, offsets=offsets, **options)
+    dropped = exact_kl(flat_p, flat_q, keep, offsets=offsets, **options).kl
 
     nested_p, nested_q, nested_keep = (
         torch.nested.nested_tensor_from_jagged(x, offsets) for x in (flat_p, flat_q, keep)
     )
-    jagged = exact_kl(nested_p, nested_q, **options)
+    jagged = exact_kl(nested_p, nested_q, **options).kl
     assert jagged.layout == torch.jagged
     assert torch.equal(jagged.values(), packed)
     assert torch.equal(jagged.offsets(), offsets)
-    assert torch.equal(exact_kl(nested_p, nested_q, nested_keep, **options).values(), dropped)
+    assert torch.equal(exact_kl(nested_p, nested_q, nested_keep, **options).kl.values(), dropped)
     strided = exact_kl(
         *(torch.nested.nested_tensor(list(x.split(lengths))) for x in (flat_p, flat_q)), **options
-    )
+    ).kl
     assert strided.layout == torch.strided
     assert torch.equal(torch.cat(strided.unbind()), packed)
 
@@ -340,11 +344,13 @@ def test_jagged_gradient_reaches_both_values():
 
     def path(p, q):
         nested = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in (p, q))
-        return exact_kl(*nested).values()
+        return exact_kl(*nested).kl.values()
 
     upstream = torch.randn(5)
     for got, want in zip(
-        gradients(path, p, q, upstream), gradients(exact_kl, p, q, upstream), strict=True
+        gradients(path, p, q, upstream),
+        gradients(lambda *x: exact_kl(*x).kl, p, q, upstream),
+        strict=True,
     ):
         assert torch.equal(got, want)
 
@@ -354,16 +360,16 @@ def test_jagged_gradient_reaches_both_values():
 def test_row_contract_is_bitwise(direction, dtype):
     """A row's bits are the same alone, in a batch, shuffled, and on 1 or 2 threads."""
     p, q = sample((40, 9001), dtype)
-    whole = exact_kl(p, q, direction=direction)
-    alone = [exact_kl(p[i : i + 1], q[i : i + 1], direction=direction) for i in range(40)]
+    whole = exact_kl(p, q, direction=direction).kl
+    alone = [exact_kl(p[i : i + 1], q[i : i + 1], direction=direction).kl for i in range(40)]
     assert torch.equal(torch.cat(alone), whole)
     order = torch.randperm(40)
-    assert torch.equal(exact_kl(p[order], q[order], direction=direction), whole[order])
+    assert torch.equal(exact_kl(p[order], q[order], direction=direction).kl, whole[order])
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            assert torch.equal(exact_kl(p, q, direction=direction), whole)
+            assert torch.equal(exact_kl(p, q, direction=direction).kl, whole)
     finally:
         torch.set_num_threads(threads)
 
@@ -380,14 +386,14 @@ def test_views_need_no_copy():
         (torch.randn(301, 8, 2).permute(2, 1, 0).bfloat16(), other[:, :1].expand(2, 8, 301)),
         (misaligned.transpose(0, 1), other.view(8, 2, 301)),
     ):
-        expected = exact_kl(view.contiguous(), ref.contiguous(), shift=True)
-        assert torch.equal(exact_kl(view, ref, shift=True), expected)
-        swapped = exact_kl(ref.contiguous(), view.contiguous(), shift=True)
-        assert torch.equal(exact_kl(ref, view, shift=True), swapped)
+        expected = exact_kl(view.contiguous(), ref.contiguous(), shift=True).kl
+        assert torch.equal(exact_kl(view, ref, shift=True).kl, expected)
+        swapped = exact_kl(ref.contiguous(), view.contiguous(), shift=True).kl
+        assert torch.equal(exact_kl(ref, view, shift=True).kl, swapped)
     leaf = misaligned.clone().requires_grad_()
-    exact_kl(leaf[0, ::2, 1:], other[1, ::2, :-1]).sum().backward()
+    exact_kl(leaf[0, ::2, 1:], other[1, ::2, :-1]).kl.sum().backward()
     dense = misaligned[0, ::2, 1:].contiguous().requires_grad_()
-    exact_kl(dense, other[1, ::2, :-1].contiguous()).sum().backward()
+    exact_kl(dense, other[1, ::2, :-1].contiguous()).kl.sum().backward()
     assert torch.equal(leaf.grad[0, ::2, 1:], dense.grad)
 
 
@@ -395,7 +401,7 @@ def test_views_need_no_copy():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_nothing_to_do(shape, direction):
     p, q = (torch.randn(shape, requires_grad=True) for _ in range(2))
-    out = exact_kl(p, q, direction=direction)
+    out = exact_kl(p, q, direction=direction).kl
     assert out.shape == shape[:-1]
     out.sum().backward()
     assert p.grad.shape == q.grad.shape == shape
@@ -404,8 +410,8 @@ def test_nothing_to_do(shape, direction):
 def test_int32_offsets():
     p, q = sample((4, 9))
     offsets = torch.tensor([0, 1, 4])
-    wide = exact_kl(p, q, offsets=offsets, shift=True)
-    assert torch.equal(exact_kl(p, q, offsets=offsets.int(), shift=True), wide)
+    wide = exact_kl(p, q, offsets=offsets, shift=True).kl
+    assert torch.equal(exact_kl(p, q, offsets=offsets.int(), shift=True).kl, wide)
 
 
 @settings(max_examples=60, deadline=None)
@@ -431,7 +437,7 @@ def test_random_ragged_batches_equal_the_reference(
 
     def path(p, q):
         impl = "reference" if p.dtype == torch.float64 else "cpu"
-        return exact_kl(p, q, mask, impl=impl, **options)
+        return exact_kl(p, q, mask, impl=impl, **options).kl
 
     mine, exact = path(p, q), path(p.double(), q.double())
     torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=5e-6)

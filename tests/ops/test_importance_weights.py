@@ -64,7 +64,7 @@ def test_no_worse_than_torch_in_float32(dtype, level, mode):
     """Of sequences from one token to many, with an empty one."""
     p, q, mask, offsets = ragged([1500, 0, 1, 17, 700], dtype, gap=0.05)
     options = {"level": level, "mode": mode, "low": 0.9, "high": 1.25}
-    ours = importance_weights(p, q, mask, offsets, **options)
+    ours = importance_weights(p, q, mask, offsets=offsets, **options)
     work = torch.promote_types(dtype, torch.float32)
     assert ours.weights.dtype == work
     # Where a bound itself is rounded is not the question.
@@ -82,8 +82,8 @@ def test_no_worse_than_torch_in_float32(dtype, level, mode):
 
 def test_total_is_of_all_tokens_together():
     p, q, mask, offsets = ragged([300, 0, 5, 90])
-    weights, mismatch = importance_weights(p, q, mask, offsets, high=1.2)
-    one = importance_weights(p, q, mask, torch.tensor([0, 395]), high=1.2).mismatch
+    weights, mismatch = importance_weights(p, q, mask, offsets=offsets, high=1.2)
+    one = importance_weights(p, q, mask, offsets=torch.tensor([0, 395]), high=1.2).mismatch
     total = mismatch.total()
     for name in (*Mismatch._fields, "k1", "k3", "ess", "clipped"):
         torch.testing.assert_close(getattr(total, name), getattr(one, name)[0])
@@ -96,7 +96,7 @@ def test_the_divergence_is_that_of_the_rollout_from_the_policy():
     p, q, _, offsets = ragged([200])
     mismatch = importance_weights(p, q, offsets=offsets).mismatch
     for name in ("k1", "k3"):
-        kl = token_kl(q, p, estimator=name)
+        kl = token_kl(q, p, estimator=name).kl
         torch.testing.assert_close(getattr(mismatch, name)[0], kl.mean())
 
 
@@ -127,8 +127,8 @@ def test_bounds_are_part_of_what_is_kept():
 def test_no_bounds_change_nothing(level, mode):
     p, q, mask, offsets = ragged([40, 3])
     options = {"level": level, "mode": mode}
-    none, mismatch = importance_weights(p, q, mask, offsets, low=None, high=None, **options)
-    wide = importance_weights(p, q, mask, offsets, low=0.0, high=1e30, **options).weights
+    none, mismatch = importance_weights(p, q, mask, offsets=offsets, low=None, high=None, **options)
+    wide = importance_weights(p, q, mask, offsets=offsets, low=0.0, high=1e30, **options).weights
     assert torch.equal(none, wide)
     assert not mismatch.clipped.any()
 
@@ -191,9 +191,9 @@ def test_a_missing_log_prob_is_left_out():
 def test_masked_values_are_not_read(level):
     p, q, mask, offsets = ragged([30, 4])
     options = {"level": level, "low": 0.5}
-    clean = importance_weights(p, q, mask, offsets, **options)
+    clean = importance_weights(p, q, mask, offsets=offsets, **options)
     p, q = p.masked_fill(~mask, NAN), q.masked_fill(~mask, -INF)
-    dirty = importance_weights(p, q, mask, offsets, **options)
+    dirty = importance_weights(p, q, mask, offsets=offsets, **options)
     for mine, other in zip(flat(clean), flat(dirty), strict=True):
         assert torch.equal(mine, other)
     assert (clean.weights[~mask] == 0).all()
@@ -208,7 +208,7 @@ def flat(weighed):
 def test_sequences_without_tokens(level):
     p, q, _, _ = ragged([2])
     offsets, mask = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([False, True])
-    weights, mismatch = importance_weights(p, q, mask, offsets, level=level, low=0.9)
+    weights, mismatch = importance_weights(p, q, mask, offsets=offsets, level=level, low=0.9)
     assert mismatch.tokens.tolist() == [0, 0, 1, 0]
     assert weights[0] == 0 and weights[1] > 0
     for name in (*Mismatch._fields, "k1", "k3", "ess", "clipped"):
@@ -230,7 +230,7 @@ def test_empty_batches():
 def test_every_representation_says_what_packed_values_say(level, form):
     lengths = [5, 2, 9]
     p, q, mask, offsets = ragged(lengths)
-    expected = importance_weights(p, q, mask, offsets, level=level)
+    expected = importance_weights(p, q, mask, offsets=offsets, level=level)
     of_samples = [list(x.split(lengths)) for x in (p, q, mask)]
     if form == "padded":
         pad = torch.nn.utils.rnn.pad_sequence
@@ -255,7 +255,7 @@ def test_packed_values_of_one_sequence_need_no_offsets_at_the_level_of_tokens():
     p, q, mask, offsets = ragged([7])
     without = importance_weights(p, q, mask)
     for mine, other in zip(
-        flat(without), flat(importance_weights(p, q, mask, offsets)), strict=True
+        flat(without), flat(importance_weights(p, q, mask, offsets=offsets)), strict=True
     ):
         assert torch.equal(mine, other)
 
@@ -271,7 +271,7 @@ def test_bits_depend_on_the_sequence_alone(level, dtype):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(flat(importance_weights(p, q, mask, offsets, **options)))
+            results.append(flat(importance_weights(p, q, mask, offsets=offsets, **options)))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -281,7 +281,7 @@ def test_bits_depend_on_the_sequence_alone(level, dtype):
         # At another address, so that vectors begin elsewhere.
         shifted = [torch.cat([x[:1], x[own]])[1:] for x in (p, q, mask)]
         bounds = torch.tensor([0, lengths[b]])
-        alone = importance_weights(*shifted, bounds, **options)
+        alone = importance_weights(*shifted, offsets=bounds, **options)
         assert torch.equal(alone.weights, results[0][0][own])
         for mine, batch in zip(alone.mismatch, results[0][1:], strict=True):
             assert torch.equal(mine, batch[b : b + 1])
@@ -376,7 +376,7 @@ def test_random_ragged_batches(lengths, level, mode, low, high, gap, seed):
     torch.manual_seed(seed)
     p, q, mask, offsets = ragged(lengths, torch.float64, gap)
     bounds = {"level": level, "mode": mode, "low": low, "high": high}
-    weights, mismatch = importance_weights(p, q, mask, offsets, **bounds)
+    weights, mismatch = importance_weights(p, q, mask, offsets=offsets, **bounds)
     expected, statistics = textbook(p, q, mask, offsets, **bounds)
     torch.testing.assert_close(weights, expected)
     for name in statistics[0]:

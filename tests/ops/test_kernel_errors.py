@@ -78,9 +78,9 @@ def test_dtype(op):
 @pytest.mark.parametrize(
     ("op", "classes"),
     [
-        (lambda: token_log_probs(ROWS, OUTSIDE), 5),
-        (lambda: linear_token_log_probs(ROWS, HEAD, OUTSIDE), 4),
-        (lambda: token_log_probs(ROWS, OUTSIDE, impl="reference"), 5),
+        (lambda: token_log_probs(ROWS, OUTSIDE).log_probs, 5),
+        (lambda: linear_token_log_probs(ROWS, HEAD, OUTSIDE).log_probs, 4),
+        (lambda: token_log_probs(ROWS, OUTSIDE, impl="reference").log_probs, 5),
     ],
 )
 def test_a_class_outside(op, classes):

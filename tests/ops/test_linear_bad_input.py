@@ -27,7 +27,7 @@ def test_tokens_out_of_range(impl, token):
         RuntimeError, match=rf"tokens: .* \[0, 5\), got {token} at token 2; leave it out"
     ):
         linear_token_log_probs(HIDDEN, WEIGHT, tokens, mask, impl=impl)
-    assert linear_token_log_probs(HIDDEN, WEIGHT, tokens, ~mask, impl=impl)[2] == 0
+    assert linear_token_log_probs(HIDDEN, WEIGHT, tokens, ~mask, impl=impl).log_probs[2] == 0
 
 
 @pytest.mark.parametrize("kind", ["jagged", "dense"])
@@ -56,10 +56,10 @@ def test_nested_hidden_states_carry_their_offsets():
 def test_a_part_does_not_differentiate(name):
     inputs = {**GOOD, "bias": torch.zeros(5)}
     inputs[name] = inputs[name].clone().requires_grad_()
-    with pytest.raises(ValueError, match=r"group: expected the process group .* torch.no_grad\(\)"):
-        linear_token_log_probs(**inputs, vocab_offset=0)
+    with pytest.raises(ValueError, match=r"hidden: expected inputs .* torch.no_grad\(\)"):
+        VocabPart.of(**inputs, vocab_offset=0)
     with torch.no_grad():
-        assert isinstance(linear_token_log_probs(**inputs, vocab_offset=0), VocabPart)
+        assert isinstance(VocabPart.of(**inputs, vocab_offset=0), VocabPart)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,15 @@ def test_a_part_does_not_differentiate(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_the_reference_does_not_know(name, value, dtype):
     impl = "reference" if dtype == torch.float32 else "auto"
+    op = VocabPart.of if name == "vocab_offset" else linear_token_log_probs
     with pytest.raises(ValueError, match=rf"{name}: expected .* got {value}; leave it out"):
-        linear_token_log_probs(
-            HIDDEN.to(dtype), WEIGHT.to(dtype), TOKENS, impl=impl, **{name: value}
-        )
+        op(HIDDEN.to(dtype), WEIGHT.to(dtype), TOKENS, impl=impl, **{name: value})
+
+
+@pytest.mark.parametrize("first", [-1, 2.0, True])
+def test_no_first_class_of_a_shard(first):
+    with pytest.raises(ValueError, match="vocab_offset: expected an integer >= 0, got"):
+        VocabPart.of(**GOOD, vocab_offset=first)
 
 
 def test_explicit_cpu_refuses_a_dtype_it_has_no_kernel_for():
@@ -86,7 +91,7 @@ def test_float64_runs_through_the_reference_and_says_so_once(caplog):
 
     _dispatch._warned.clear()
     for _ in range(2):
-        out = linear_token_log_probs(HIDDEN.double(), WEIGHT.double(), TOKENS)
+        out = linear_token_log_probs(HIDDEN.double(), WEIGHT.double(), TOKENS).log_probs
     assert out.dtype == torch.float64
     assert len([r for r in caplog.records if "reference implementation" in r.message]) == 1
 
@@ -95,16 +100,16 @@ def test_autocast_does_not_hide_a_dtype():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with pytest.raises(TypeError, match="hidden: expected a floating-point dtype"):
             linear_token_log_probs(HIDDEN.long(), WEIGHT.long(), TOKENS)
-        out = linear_token_log_probs(HIDDEN.double(), WEIGHT.double(), TOKENS)
+        out = linear_token_log_probs(HIDDEN.double(), WEIGHT.double(), TOKENS).log_probs
     assert out.dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias", "temperature"])
 def test_a_forward_mode_tangent_is_refused(name):
     inputs = {**GOOD, "bias": torch.zeros(5), "temperature": torch.tensor(1.0)}
-    plain = linear_token_log_probs(**inputs)
+    plain = linear_token_log_probs(**inputs).log_probs
     with forward_ad.dual_level():
-        assert torch.equal(linear_token_log_probs(**inputs), plain)
+        assert torch.equal(linear_token_log_probs(**inputs).log_probs, plain)
         inputs[name] = forward_ad.make_dual(inputs[name], torch.ones_like(inputs[name]))
         with pytest.raises(NotImplementedError, match=f"{name}: .* impl='reference'"):
             linear_token_log_probs(**inputs)
@@ -112,7 +117,7 @@ def test_a_forward_mode_tangent_is_refused(name):
 
 def test_the_reference_has_forward_mode():
     def function(hidden):
-        return linear_token_log_probs(hidden, WEIGHT.double(), TOKENS, impl="reference")
+        return linear_token_log_probs(hidden, WEIGHT.double(), TOKENS, impl="reference").log_probs
 
     hidden, direction = HIDDEN.double(), torch.randn(4, 3).double()
     tangent = torch.func.jvp(function, (hidden,), (direction,))[1]

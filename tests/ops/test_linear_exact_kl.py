@@ -38,7 +38,7 @@ def ours(heads, mask=None, **options):
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = heads
     return linear_exact_kl(
         hidden, weight, ref_hidden, ref_weight, mask, bias=bias, ref_bias=ref_bias, **options
-    )
+    ).kl
 
 
 def logits_of(hidden, weight, bias, scale=None, softcap=None):
@@ -53,7 +53,7 @@ def materialised(
     """What users write: two heads, then the divergence of their logits."""
     logits = logits_of(*heads[:3], scale, softcap)
     ref_logits = logits_of(*heads[3:], ref_scale, ref_softcap)
-    return exact_kl(logits, ref_logits, mask, impl="reference", **options)
+    return exact_kl(logits, ref_logits, mask, impl="reference", **options).kl
 
 
 def gradients(function, heads, upstream, wanted=range(6)):

@@ -28,9 +28,9 @@ def status(field):
 def run(hidden, weight, ref_hidden, ref_weight, mask):
     if materialise:
         logits, ref_logits = hidden @ weight.T, ref_hidden @ ref_weight.T
-        kl = exact_kl(logits, ref_logits, mask, direction=direction)
+        kl = exact_kl(logits, ref_logits, mask, direction=direction).kl
     else:
-        kl = linear_exact_kl(hidden, weight, ref_hidden, ref_weight, mask, direction=direction)
+        kl = linear_exact_kl(hidden, weight, ref_hidden, ref_weight, mask, direction=direction).kl
     kl.sum().backward()
     return kl
 

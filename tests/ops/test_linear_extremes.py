@@ -12,7 +12,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def gradients(hidden, weight, tokens, upstream, impl):
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    out = linear_token_log_probs(*leaves, tokens, impl=impl)
+    out = linear_token_log_probs(*leaves, tokens, impl=impl).log_probs
     return out.detach(), *torch.autograd.grad(out, leaves, upstream)
 
 
@@ -63,7 +63,7 @@ def test_gradients_of_logits_between_the_largest_bfloat16_and_infinity(dtype):
     weight[0] = 0.125
     upstream = torch.tensor([torch.finfo(torch.float32).max])
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    out = linear_token_log_probs(*leaves, torch.zeros(1, dtype=torch.int64))
+    out = linear_token_log_probs(*leaves, torch.zeros(1, dtype=torch.int64)).log_probs
     (of_hidden,) = torch.autograd.grad(out, leaves[:1], upstream)
     expected = torch.full((1, 1), -0.125 * upstream.item()).to(dtype)
     torch.testing.assert_close(of_hidden, expected, rtol=1e-2, atol=0)

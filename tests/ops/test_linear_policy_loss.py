@@ -229,7 +229,7 @@ def as_many_tokens_as_sequences(seeds):
         tokens = len(problem.tokens)
         lengths = random_lengths(seed, tokens, sequences)
         offsets = functional.pad(lengths.cumsum(0), (1, 0))
-        log_probs = linear_token_log_probs(*problem.head[:2], problem.tokens)
+        log_probs = linear_token_log_probs(*problem.head[:2], problem.tokens).log_probs
         ambiguous = tokens == sequences and bool((lengths != 1).any())
         of_sequences, of_tokens = torch.randn(sequences), torch.randn(tokens)
         spread = of_sequences.repeat_interleave(lengths)

@@ -188,7 +188,7 @@ def test_gradients_of_two_heads(model, direction):
 
     def gradients_in(dtype, impl):
         leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight, ref_hidden, ref_weight)]
-        values = linear_exact_kl(*leaves, direction=direction, impl=impl)
+        values = linear_exact_kl(*leaves, direction=direction, impl=impl).kl
         return torch.autograd.grad(values, leaves, upstream.to(values.dtype))
 
     found = gradients_in(torch.bfloat16, "cpu")
@@ -213,7 +213,7 @@ def test_a_row_among_others_of_other_kinds():
 
     def gradient(rows):
         leaf = hidden[rows].clone().requires_grad_()
-        out = linear_token_log_probs(leaf, weight, tokens[rows], batch_invariant=True)
+        out = linear_token_log_probs(leaf, weight, tokens[rows], batch_invariant=True).log_probs
         return torch.autograd.grad(out, leaf, upstream[rows])[0]
 
     whole = gradient(slice(None))
@@ -232,7 +232,7 @@ def test_any_number_of_threads(width):
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            out = linear_token_log_probs(*leaves, tokens)
+            out = linear_token_log_probs(*leaves, tokens).log_probs
             found.append(torch.autograd.grad(out, leaves, upstream))
     finally:
         torch.set_num_threads(threads)
@@ -250,7 +250,7 @@ def test_classes_without_probability_keep_gradients_of_zero():
 
     def gradient(weight):
         leaf = hidden.clone().requires_grad_()
-        out = linear_token_log_probs(leaf, weight, tokens, bias=bias)
+        out = linear_token_log_probs(leaf, weight, tokens, bias=bias).log_probs
         return torch.autograd.grad(out, leaf, upstream)[0]
 
     large = weight.clone()
@@ -274,13 +274,13 @@ def medium():
 
 def log_probs(hidden, weight):
     tokens = torch.arange(len(hidden)) * 131 % len(weight)
-    values = linear_token_log_probs(hidden, weight, tokens)
+    values = linear_token_log_probs(hidden, weight, tokens).log_probs
     return (values * torch.linspace(-2, 1, len(hidden))).sum()
 
 
 def divergence(hidden, weight):
     ref_hidden = hidden.detach().roll(1, 0)
-    values = linear_exact_kl(hidden, weight, ref_hidden, weight.detach())
+    values = linear_exact_kl(hidden, weight, ref_hidden, weight.detach()).kl
     return (values * torch.linspace(-2, 1, len(hidden))).sum()
 
 

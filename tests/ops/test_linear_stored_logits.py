@@ -27,7 +27,7 @@ def head(width, dtype, bias):
 def log_probs(heads, options):
     (hidden, weight, bias), _ = heads
     tokens = torch.arange(ROWS) * 131 % CLASSES
-    return linear_token_log_probs(hidden, weight, tokens, bias=bias, **options)
+    return linear_token_log_probs(hidden, weight, tokens, bias=bias, **options).log_probs
 
 
 def divergence(direction):
@@ -39,7 +39,7 @@ def divergence(direction):
             **{"bias": bias, "ref_bias": ref_bias, "direction": direction},
             **options,
             **ref_options,
-        )
+        ).kl
 
     return function
 
@@ -110,7 +110,7 @@ weight, ref_weight = torch.randn(2, 1024, 24).unbind()
 with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
     out = linear_exact_kl(hidden, weight, hidden.detach(), ref_weight, direction="{direction}")
     if {needs_grad}:
-        out.sum().backward()
+        out.kl.sum().backward()
 """
 
 

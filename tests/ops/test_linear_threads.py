@@ -34,7 +34,7 @@ def divergence(hidden, weight, bias, ref_hidden, ref_weight, ref_bias):
         bias=bias,
         ref_bias=ref_bias,
         direction="jensen_shannon",
-    )
+    ).kl
 
 
 def loss(hidden, weight, bias, *_):

@@ -171,7 +171,7 @@ def test_padded_equals_packed_and_nested():
     options = {"shift": True, "temperature": 0.9, "batch_invariant": True}
 
     def run(*args, **more):
-        return linear_token_log_probs(args[0], weight, *args[1:], **options, **more)
+        return linear_token_log_probs(args[0], weight, *args[1:], **options, **more).log_probs
 
     packed = run(flat, flat_tokens, keep, offsets=offsets)
     mask = torch.zeros(3, 6, dtype=torch.bool)
@@ -348,7 +348,7 @@ def test_tied_weight_gets_both_gradients():
         weight = torch.linspace(-1, 1, 400, dtype=dtype).view(50, 8).sin().requires_grad_()
         hidden = functional.embedding(ids, weight).tanh()
         if tied:
-            log_probs = linear_token_log_probs(hidden, weight, tokens)
+            log_probs = linear_token_log_probs(hidden, weight, tokens).log_probs
         else:
             log_probs = torch_path(hidden, weight, None, tokens)[0]
         grads.append(torch.autograd.grad(log_probs, weight, upstream.to(dtype))[0].double())
@@ -425,7 +425,7 @@ def test_sure_token_keeps_its_gradient(certainty):
     bias.requires_grad_()
     log_prob = linear_token_log_probs(
         torch.zeros(1, 4), torch.zeros(100, 4), torch.tensor([3]), bias=bias
-    )
+    ).log_probs
     (grad,) = torch.autograd.grad(log_prob.sum(), bias)
     truth = torch.log_softmax(bias.detach().double(), 0)[3:4]
     torch.testing.assert_close(log_prob.detach().double(), truth, rtol=1e-7, atol=1e-7)
@@ -455,8 +455,10 @@ def test_under_autocast_the_head_has_its_dtype(impl):
 
 def test_int32_tokens_and_offsets():
     hidden, weight, _, tokens = problem(9, 40, 4)
-    wide = linear_token_log_probs(hidden, weight, tokens, offsets=OFFSETS, shift=True)
-    narrow = linear_token_log_probs(hidden, weight, tokens.int(), offsets=OFFSETS.int(), shift=True)
+    wide = linear_token_log_probs(hidden, weight, tokens, offsets=OFFSETS, shift=True).log_probs
+    narrow = linear_token_log_probs(
+        hidden, weight, tokens.int(), offsets=OFFSETS.int(), shift=True
+    ).log_probs
     assert torch.equal(wide, narrow)
 
 

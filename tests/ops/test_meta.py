@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedrl import VocabPart, linear_token_log_probs, token_log_probs
+from fusedrl import VocabPart, token_log_probs
 from fusedrl.integrations.trl import selective_log_softmax, selective_log_softmax_and_entropy
 
 from .every_case import EVERY, leaves_of
@@ -62,7 +62,7 @@ def test_the_reference_on_meta():
         torch.empty(4, 5, device="meta", dtype=torch.float64),
         torch.empty(4, device="meta", dtype=torch.int64),
         impl="reference",
-    )
+    ).log_probs
     assert out.is_meta
     assert (out.shape, out.dtype) == ((4,), torch.float64)
 
@@ -75,7 +75,7 @@ def test_jagged_meta():
     tokens = torch.nested.nested_tensor_from_jagged(
         torch.empty(4, dtype=torch.int64, device="meta"), lengths, min_seqlen=1, max_seqlen=3
     )
-    out = token_log_probs(logits, tokens)
+    out = token_log_probs(logits, tokens).log_probs
     assert out.is_nested
     assert out.values().is_meta
     assert out.values().shape == (4,)
@@ -84,8 +84,8 @@ def test_jagged_meta():
 def test_shards_on_meta():
     rows = torch.empty(4, 3, device="meta"), torch.empty(5, 3, device="meta")
     tokens = torch.empty(4, dtype=torch.int64, device="meta")
-    parts = [linear_token_log_probs(*rows, tokens, vocab_offset=n) for n in (0, 5)]
-    assert VocabPart.combine(parts).shape == (4,)
+    parts = [VocabPart.of(*rows, tokens, vocab_offset=n) for n in (0, 5)]
+    assert VocabPart.combine(parts).log_probs.shape == (4,)
 
 
 def test_other_implementations_are_refused_on_meta():
@@ -99,7 +99,7 @@ def test_other_implementations_are_refused_on_meta():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("name", [name for name in EVERY if "a list" not in name])
+@pytest.mark.parametrize("name", EVERY)
 def test_a_companion_on_another_device_is_refused(name, device):
     there = {"cpu": "meta", "meta": "cpu"}[device]
     case = EVERY[name].to(device)

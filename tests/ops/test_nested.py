@@ -60,5 +60,5 @@ def test_rewards_of_sequences_are_not_those_of_tokens():
 
 def test_the_first_argument_may_be_named():
     p, q = torch.randn(2, 2)
-    kl = token_kl(ref_log_probs=nested(q), log_probs=nested(p))
+    kl = token_kl(ref_log_probs=nested(q), log_probs=nested(p)).kl
     assert torch.equal(kl.values(), p - q)

@@ -30,22 +30,25 @@ def policy_loss(hidden, weight):
 # What has a value a token, or one in all, of the tensors that are differentiated.
 CASES = {
     "linear_exact_kl, one weight": (
-        lambda h, w: linear_exact_kl(h, w, h.flip(0), w, direction="jensen_shannon"),
+        lambda h, w: linear_exact_kl(h, w, h.flip(0), w, direction="jensen_shannon").kl,
         (HIDDEN, WEIGHT),
     ),
     "linear_exact_kl, one hidden state": (
-        lambda h, w: linear_exact_kl(h, w, h, w.flip(0)),
+        lambda h, w: linear_exact_kl(h, w, h, w.flip(0)).kl,
         (HIDDEN, WEIGHT),
     ),
     "linear_exact_kl, one bias": (
-        lambda h, w, b: linear_exact_kl(h, w, h.flip(0), w.flip(0), bias=b, ref_bias=b),
+        lambda h, w, b: linear_exact_kl(h, w, h.flip(0), w.flip(0), bias=b, ref_bias=b).kl,
         (HIDDEN, WEIGHT, WEIGHT[:, 0]),
     ),
-    "exact_kl": (lambda x: exact_kl(x, x, direction="forward"), (SQUARE,)),
+    "exact_kl": (lambda x: exact_kl(x, x, direction="forward").kl, (SQUARE,)),
     "token_kl": (lambda x: token_kl(x, x.sin(), reward=x, coeff=0.1).reward, (LOG_PROBS,)),
-    "token_kl, no difference": (lambda x: token_kl(x, x, estimator="k1"), (LOG_PROBS,)),
+    "token_kl, no difference": (lambda x: token_kl(x, x, estimator="k1").kl, (LOG_PROBS,)),
     "linear_policy_loss": (policy_loss, (HIDDEN, WEIGHT)),
-    "linear_token_log_probs": (lambda x: linear_token_log_probs(x, x, IDS[:, 0]), (SQUARE,)),
+    "linear_token_log_probs": (
+        lambda x: linear_token_log_probs(x, x, IDS[:, 0]).log_probs,
+        (SQUARE,),
+    ),
 }
 
 

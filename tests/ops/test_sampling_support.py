@@ -73,7 +73,7 @@ def test_log_probs_over_the_support_are_those_of_the_sampler(name):
     # From logits in memory, which is what the documentation says of them.
     allowed = dense(support, run.logits.shape[-1]).view_as(run.logits)
     logits = run.logits.masked_fill(~allowed, -torch.inf)
-    found = token_log_probs(logits, run.tokens, temperature=temperature)
+    found = token_log_probs(logits, run.tokens, temperature=temperature).log_probs
     torch.testing.assert_close(found, run.log_probs, rtol=0, atol=1e-5)
 
 

@@ -8,8 +8,9 @@ from accuracy import no_worse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedrl import TokenKL, token_kl
-from fusedrl.ops.token_kl import ESTIMATORS, pack_samples
+from fusedrl import token_kl
+from fusedrl.ops.token_kl import ESTIMATORS
+from fusedrl.ops.token_kl.samples import pack_samples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -25,7 +26,7 @@ def textbook(p, q, estimator):
 def test_no_worse_than_torch_in_the_same_dtype(dtype, estimator):
     p = (-torch.rand(20000) * 8).to(dtype)
     q = (p.double() + torch.randn(20000).double() * torch.logspace(-6, 0.5, 20000)).to(dtype)
-    ours = token_kl(p, q, estimator=estimator)
+    ours = token_kl(p, q, estimator=estimator).kl
     assert ours.dtype == dtype
     truth = textbook(p.double(), q.double(), estimator)
     no_worse(ours, textbook(p, q, estimator), truth, 1e-12)
@@ -35,7 +36,7 @@ def test_k3_is_right_where_its_terms_cancel():
     """exp(d) - 1 - d in float32 is all rounding error below 1e-4; ours keeps its digits."""
     d = torch.logspace(-12, 0.3, 2000, dtype=torch.float64)
     d = torch.cat([d, -d]).float()
-    ours = token_kl(torch.zeros_like(d), d, estimator="k3")
+    ours = token_kl(torch.zeros_like(d), d, estimator="k3").kl
     exact = d.double()
     truth = torch.where(
         exact.abs() < 1e-3,
@@ -55,7 +56,7 @@ def test_infinite_log_probs(estimator):
         truth[0] = inf  # the limit; the textbook's inf - inf is NaN
     for impl in ("cpu", "reference"):
         for dtype in (torch.float32, torch.float64):
-            kl = token_kl(p.to(dtype), q.to(dtype), estimator=estimator, impl=impl)
+            kl = token_kl(p.to(dtype), q.to(dtype), estimator=estimator, impl=impl).kl
             torch.testing.assert_close(kl, truth.to(dtype), equal_nan=True)
 
 
@@ -115,7 +116,7 @@ def test_the_kl_is_constant_where_only_the_reward_is_differentiated(impl):
 
 def test_only_the_kl_differentiates_without_reward():
     p, q = torch.randn(5, requires_grad=True), torch.randn(5)
-    token_kl(p, q, estimator="k2").sum().backward()
+    token_kl(p, q, estimator="k2").kl.sum().backward()
     torch.testing.assert_close(p.grad, p.detach() - q)
 
 
@@ -157,27 +158,6 @@ def test_broadcast_agrees_across_thread_splits():
     torch.testing.assert_close(penalised, torch.repeat_interleave(rewards, lengths) - kl)
 
 
-@pytest.mark.parametrize("shape", ["flat", "column", "scalar", "scalar_column", "batch", "mixed"])
-def test_list_of_samples(shape):
-    lengths = [3, 1, 5]
-    p, q = ([torch.randn(n) for n in lengths] for _ in range(2))
-    full = [torch.randn(n) for n in lengths]
-    one = [torch.randn(1) for _ in lengths]
-    reward, per_token = {
-        "flat": (full, full),
-        "column": ([r[:, None] for r in full], full),
-        "scalar": (one, one),
-        "scalar_column": ([r[:, None] for r in one], one),
-        "batch": (torch.cat(one), one),
-        "mixed": ([full[0], one[1], one[2]], [full[0], one[1], one[2]]),
-    }[shape]
-    kl, penalised = token_kl(p, q, reward=reward, coeff=0.2, estimator="abs")
-    for i in range(3):
-        torch.testing.assert_close(kl[i], (p[i] - q[i]).abs())
-        torch.testing.assert_close(penalised[i], per_token[i] - 0.2 * (p[i] - q[i]).abs())
-    assert kl[0].untyped_storage().data_ptr() == kl[2].untyped_storage().data_ptr()
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_many_samples_pack_in_order(threads):
     """Beyond torch.cat's own threshold, on one thread and several, with a sample of every kind."""
@@ -208,18 +188,7 @@ def test_many_one_token_rows_are_refused_as_few_are():
         torch.set_num_threads(before)
 
 
-def test_list_gradient_and_mask():
-    p = [torch.randn(n, requires_grad=True) for n in (2, 4)]
-    q = [torch.randn(n) for n in (2, 4)]
-    mask = [torch.tensor([True, False]), torch.ones(4, dtype=torch.bool)]
-    sum(k.sum() for k in token_kl(p, q, mask)).backward()
-    assert p[0].grad.tolist() == [1.0, 0.0]
-    assert p[1].grad.tolist() == [1.0] * 4
-
-
-def test_empty_list_and_empty_tensor():
-    assert token_kl([], []) == []
-    assert token_kl([], [], reward=[]) == TokenKL([], [])
+def test_an_empty_tensor():
     out = token_kl(torch.zeros(0), torch.zeros(0), reward=torch.zeros(0))
     assert out.kl.shape == out.reward.shape == (0,)
 
@@ -247,7 +216,7 @@ def test_nested_answers_nested(layout):
 
 def test_dtypes_promote_as_torch_promotes():
     p, q = torch.randn(7).bfloat16(), torch.randn(7)
-    assert token_kl(p, q).dtype == torch.float32
+    assert token_kl(p, q).kl.dtype == torch.float32
     out = token_kl(p, q.bfloat16(), reward=torch.randn(7))
     assert out.kl.dtype == torch.bfloat16
     assert out.reward.dtype == torch.float32
@@ -357,7 +326,7 @@ def test_companions_of_another_kind():
         (jagged, None, "ref_log_probs: expected a nested tensor like log_probs, got NoneType"),
         (jagged, torch.zeros(5), "expected a nested tensor like log_probs, got a dense tensor"),
         (torch.zeros(5), None, "ref_log_probs: expected a dense tensor like log_probs, got None"),
-        ([torch.zeros(2)], torch.zeros(2), "ref_log_probs: expected a list like log_probs"),
+        ([torch.zeros(2)], torch.zeros(2), "log_probs: expected a dense tensor or a nested"),
     ]:
         with pytest.raises(TypeError, match=match):
             token_kl(p, q)
@@ -365,14 +334,15 @@ def test_companions_of_another_kind():
 
 def test_equal_log_probs_have_a_kl_of_plain_zero():
     p = torch.randn(3)
-    assert not token_kl(p, p).signbit().any()
+    assert not token_kl(p, p).kl.signbit().any()
 
 
 def test_as_many_samples_as_tokens():
     """One reward a sample stays that where an empty sample makes B equal to N."""
     empty, two, rewards = torch.zeros(0), torch.zeros(2), torch.tensor([9.0, 5.0])
     for reward in (rewards, list(rewards.split(1)), [r[:, None] for r in rewards.split(1)]):
-        assert token_kl([empty, two], [empty, two], reward=reward).reward[1].tolist() == [5.0, 5.0]
+        packed = pack_samples([empty, two], [empty, two], None, reward)
+        assert packed.columns[3].tolist() == [5.0, 5.0]
     nested = torch.nested.nested_tensor_from_jagged(two, torch.tensor([0, 0, 2]))
     assert token_kl(nested, nested, reward=rewards).reward.values().tolist() == [5.0, 5.0]
 

@@ -84,7 +84,7 @@ def test_compiled_equals_reference_forward_and_backward(shift, entropy):
         out = token_log_probs(
             logits, tokens, mask, offsets=offsets, shift=shift, entropy=entropy, impl=impl
         )
-        out = out if entropy else (out,)
+        out = [x for x in out if x is not None]
         torch.autograd.backward(list(out), list(upstream[: len(out)]))
         values.append(torch.stack(tuple(out)).detach())
         grads.append(logits.grad)
@@ -96,7 +96,7 @@ def test_packed_shift_never_scores_a_first_token_from_its_neighbour():
     lengths = [3, 0, 1, 5]
     logits, tokens = torch.randn(9, 20), torch.randint(0, 20, (9,))
     offsets = torch.tensor([0, 3, 3, 4, 9])
-    packed = token_log_probs(logits, tokens, offsets=offsets, shift=True)
+    packed = token_log_probs(logits, tokens, offsets=offsets, shift=True).log_probs
     start = 0
     for length in lengths:
         own = slice(start, start + length)
@@ -110,15 +110,15 @@ def test_padded_equals_packed_and_jagged():
     lengths = [4, 1, 6]
     logits, tokens = torch.randn(3, 6, 33), torch.randint(0, 33, (3, 6))
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
-    padded = token_log_probs(logits, tokens, mask, shift=True)
+    padded = token_log_probs(logits, tokens, mask, shift=True).log_probs
     packed_logits, packed_tokens = logits[mask], tokens[mask]
     offsets = torch.tensor([0, 4, 5, 11])
-    packed = token_log_probs(packed_logits, packed_tokens, offsets=offsets, shift=True)
+    packed = token_log_probs(packed_logits, packed_tokens, offsets=offsets, shift=True).log_probs
     assert torch.equal(padded[mask], packed)
     assert (padded[~mask] == 0).all()
     nested_tokens = torch.nested.nested_tensor_from_jagged(packed_tokens, offsets)
     nested_logits = torch.nested.nested_tensor_from_jagged(packed_logits, offsets)
-    jagged = token_log_probs(nested_logits, nested_tokens, shift=True)
+    jagged = token_log_probs(nested_logits, nested_tokens, shift=True).log_probs
     assert jagged.layout == torch.jagged
     assert torch.equal(jagged.values(), packed)
     assert torch.equal(jagged.offsets(), nested_tokens.offsets())
@@ -126,7 +126,7 @@ def test_padded_equals_packed_and_jagged():
         torch.nested.nested_tensor(list(packed_logits.split(lengths))),
         torch.nested.nested_tensor(list(packed_tokens.split(lengths))),
         shift=True,
-    )
+    ).log_probs
     assert strided.layout == torch.strided
     assert torch.equal(torch.cat(strided.unbind()), packed)
 
@@ -136,7 +136,7 @@ def test_jagged_gradient_reaches_the_values():
     offsets = torch.tensor([0, 2, 5])
     tokens = torch.nested.nested_tensor_from_jagged(torch.randint(0, 8, (5,)), offsets)
     logits = torch.nested.nested_tensor_from_jagged(values, offsets)
-    token_log_probs(logits, tokens).values().sum().backward()
+    token_log_probs(logits, tokens).log_probs.values().sum().backward()
     assert values.grad.abs().sum() > 0
 
 
@@ -172,7 +172,7 @@ def test_infinite_logits(classes):
     logits[5, 0] = float("inf")
     logits[6, classes - 1] = float("nan")
     truth = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None]).squeeze(-1)
-    no_worse(token_log_probs(logits, tokens), truth.float(), truth, 2e-6)
+    no_worse(token_log_probs(logits, tokens).log_probs, truth.float(), truth, 2e-6)
     rows = [0, 1, 3, 4]
     x = logits[rows].requires_grad_()
     out = token_log_probs(x, tokens[rows], entropy=True)
@@ -192,7 +192,7 @@ def test_rows_far_from_zero(offset):
     tokens = torch.randint(0, 6000, (4,))
     truth = torch.log_softmax(logits.double(), -1).gather(-1, tokens[:, None]).squeeze(-1)
     theirs = torch.log_softmax(logits, -1).gather(-1, tokens[:, None]).squeeze(-1)
-    no_worse(token_log_probs(logits, tokens), theirs, truth, 2e-6)
+    no_worse(token_log_probs(logits, tokens).log_probs, theirs, truth, 2e-6)
 
 
 @pytest.mark.parametrize(("scale", "temperature"), [(30.0, 0.01), (1e4, 1e-3), (65504.0, 1.0)])
@@ -253,7 +253,7 @@ def test_sure_token_keeps_its_gradient(certainty):
     logits = torch.zeros(1, 100)
     logits[0, 3] = certainty
     logits.requires_grad_()
-    log_prob = token_log_probs(logits, torch.tensor([3]))
+    log_prob = token_log_probs(logits, torch.tensor([3])).log_probs
     log_prob.sum().backward()
     expected = -torch.expm1(log_prob.detach().double())
     torch.testing.assert_close(logits.grad[0, 3].double(), expected[0], rtol=1e-6, atol=0)
@@ -294,14 +294,15 @@ def test_views_need_no_copy():
         misaligned.permute(0, 2, 1)[:, :, :].permute(0, 2, 1),
         torch.randn(301, 8, 2).permute(2, 1, 0),
     ):
-        expected = token_log_probs(view.contiguous(), tokens, shift=True)
-        assert torch.equal(token_log_probs(view, tokens, shift=True), expected)
+        expected = token_log_probs(view.contiguous(), tokens, shift=True).log_probs
+        assert torch.equal(token_log_probs(view, tokens, shift=True).log_probs, expected)
     sliced, part = misaligned[:, 2:7], tokens[:, 2:7]
     assert torch.equal(
-        token_log_probs(sliced, part), token_log_probs(sliced.contiguous(), part.contiguous())
+        token_log_probs(sliced, part).log_probs,
+        token_log_probs(sliced.contiguous(), part.contiguous()).log_probs,
     )
     rows = misaligned[0].requires_grad_()
-    token_log_probs(rows[::2], tokens[0, ::2]).sum().backward()
+    token_log_probs(rows[::2], tokens[0, ::2]).log_probs.sum().backward()
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 3, 5), (2, 0, 5)])
@@ -316,7 +317,7 @@ def test_nothing_to_do(shape):
 
 def test_all_tokens_dropped():
     logits = torch.full((3, 5), float("nan"), requires_grad=True)
-    out = token_log_probs(logits, torch.full((3,), 99), torch.zeros(3, dtype=torch.bool))
+    out = token_log_probs(logits, torch.full((3,), 99), torch.zeros(3, dtype=torch.bool)).log_probs
     assert (out == 0).all()
     out.sum().backward()
     assert (logits.grad == 0).all()
@@ -325,16 +326,18 @@ def test_all_tokens_dropped():
 def test_int32_tokens_and_offsets():
     logits = torch.randn(4, 9)
     tokens, offsets = torch.randint(0, 9, (4,)), torch.tensor([0, 1, 4])
-    wide = token_log_probs(logits, tokens, offsets=offsets, shift=True)
-    narrow = token_log_probs(logits, tokens.int(), offsets=offsets.int(), shift=True)
+    wide = token_log_probs(logits, tokens, offsets=offsets, shift=True).log_probs
+    narrow = token_log_probs(logits, tokens.int(), offsets=offsets.int(), shift=True).log_probs
     assert torch.equal(wide, narrow)
 
 
 def test_under_autocast_the_logits_stay_as_they_are():
     logits, tokens = torch.randn(4, 9), torch.randint(0, 9, (4,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(token_log_probs(logits, tokens), token_log_probs(logits, tokens))
-        assert token_log_probs(logits, tokens).dtype == torch.float32
+        assert torch.equal(
+            token_log_probs(logits, tokens).log_probs, token_log_probs(logits, tokens).log_probs
+        )
+        assert token_log_probs(logits, tokens).log_probs.dtype == torch.float32
 
 
 GOOD = {"logits": torch.zeros(4, 5), "tokens": torch.zeros(4, dtype=torch.int64)}
@@ -391,7 +394,7 @@ def test_float64_runs_through_the_reference_and_says_so_once(caplog):
 
     _dispatch._warned.clear()
     for _ in range(2):
-        out = token_log_probs(torch.zeros(4, 5).double(), GOOD["tokens"])
+        out = token_log_probs(torch.zeros(4, 5).double(), GOOD["tokens"]).log_probs
     assert out.dtype == torch.float64
     assert len([r for r in caplog.records if "reference implementation" in r.message]) == 1
 
@@ -428,5 +431,7 @@ def test_random_ragged_batches_equal_the_reference(lengths, classes, shift, keep
 
 def test_flags_may_be_those_of_numpy():
     logits, tokens = torch.randn(2, 3, 7), torch.randint(0, 7, (2, 3))
-    found, expected = (token_log_probs(logits, tokens, shift=flag) for flag in (numpy.True_, True))
+    found, expected = (
+        token_log_probs(logits, tokens, shift=flag).log_probs for flag in (numpy.True_, True)
+    )
     assert torch.equal(found, expected) and (found[:, 0] == 0).all()

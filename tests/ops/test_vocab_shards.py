@@ -18,7 +18,7 @@ BOUNDS = [0, 1100, 1107, 2300]  # uneven, one of them less than a tile
 
 def parts_of(hidden, weight, bias, tokens, mask=None, bounds=BOUNDS, **options):
     return [
-        linear_token_log_probs(
+        VocabPart.of(
             *(hidden, weight[start:end], tokens, mask),
             bias=bias[start:end],
             vocab_offset=start,
@@ -48,12 +48,13 @@ def test_parts_in_any_order_are_the_whole(dtype, shift, masked):
             assert torch.equal(mine == 0, exact == 0)
 
 
-def test_without_entropy_the_log_probs_come_alone():
+def test_without_entropy_there_is_none():
     *inputs, mask = problem()
     parts = parts_of(*inputs, mask)
-    log_probs = VocabPart.combine(parts)
+    alone = VocabPart.combine(parts)
     with_entropy = VocabPart.combine(parts_of(*inputs, mask, entropy=True))
-    torch.testing.assert_close(log_probs, with_entropy.log_probs)
+    torch.testing.assert_close(alone.log_probs, with_entropy.log_probs)
+    assert alone.entropy is None
     assert not any(part.entropy for part in parts)
 
 
@@ -94,11 +95,11 @@ def test_a_token_in_no_shard_has_no_probability(token):
 def test_a_shard_of_banned_classes_changes_nothing():
     hidden, weight, bias, tokens, _ = problem()
     tokens = tokens % 1100
-    without = VocabPart.combine(parts_of(hidden, weight, bias, tokens, bounds=[0, 1100]))
+    without = VocabPart.combine(parts_of(hidden, weight, bias, tokens, bounds=[0, 1100])).log_probs
     bias[1100:] = -torch.inf
     for order in (1, -1):
         parts = parts_of(hidden, weight, bias, tokens)[::order]
-        assert torch.equal(VocabPart.combine(parts), without)
+        assert torch.equal(VocabPart.combine(parts).log_probs, without)
 
 
 def test_parts_that_do_not_belong_together():
@@ -110,7 +111,7 @@ def test_parts_that_do_not_belong_together():
         VocabPart.combine([first, parts_of(*inputs, temperature=0.5, entropy=True)[1]])
     with pytest.raises(ValueError, match=r"parts: .* temperature 0.5, got 0.7 in part 1"):
         VocabPart.combine([first, parts_of(*inputs, temperature=0.7)[1]])
-    shorter = linear_token_log_probs(
+    shorter = VocabPart.of(
         torch.zeros(2, WIDTH), inputs[1], torch.zeros(2, dtype=torch.int64),
         vocab_offset=9, temperature=0.5,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def compare_linear_exact_kl(heads, mask=None, batch_invariant=False, **options):
         leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in heads]
         fixed = batch_invariant and impl == "cpu"
         outputs = linear_kl(leaves, mask, impl=impl, batch_invariant=fixed, **options)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = [x for x in outputs if x is not None]
         given = [x.to(y) for x, y in zip((upstream, of_entropy), outputs, strict=False)]
         asked = [x for x in leaves if x is not None]
         results.append((outputs, *torch.autograd.grad(outputs, asked, given)))

@@ -21,7 +21,7 @@ def head(rows, classes, width, dtype):
 def compare(hidden, weight, bias, tokens, mask=None, **options):
     """Values and all gradients beside the reference on the same values in float64."""
     logits = {"bias": bias, "shift": options.get("shift", False), "offsets": OFFSETS}
-    log_probs = linear_token_log_probs(hidden, weight, tokens, mask, **logits)
+    log_probs = linear_token_log_probs(hidden, weight, tokens, mask, **logits).log_probs
     old, ref = log_probs + torch.randn(len(tokens)) * 0.3, log_probs + torch.randn(len(tokens))
     advantages = torch.randn(len(OFFSETS) - 1)
     results = []

@@ -44,7 +44,7 @@ def compare_results(hidden, weight, bias, tokens, batch_invariant, entropy, **op
             *(*leaves[:2], tokens), bias=leaves[2] if bias is not None else None, entropy=entropy,
             impl=impl, batch_invariant=batch_invariant and impl == "cpu", **options,
         )  # fmt: skip
-        outputs = tuple(out) if entropy else (out,)
+        outputs = [x for x in out if x is not None]
         given = [up.to(x) for up, x in zip(upstream, outputs, strict=False)]
         results.append((outputs, torch.autograd.grad(outputs, leaves, given)))
     (mine, grads), (exact, exact_grads) = results
@@ -75,10 +75,10 @@ def check_long_tiles():
         for dtype in DTYPES:
             hidden, weight, bias, tokens = head(2, 6100, 2, dtype)
             compare_linear(hidden, weight, bias, tokens, softcap=3.0)
-            mine = linear_token_log_probs(hidden, weight, tokens, bias=bias, softcap=3.0)
+            mine = linear_token_log_probs(hidden, weight, tokens, bias=bias, softcap=3.0).log_probs
             exact = linear_token_log_probs(
                 hidden.double(), weight.double(), tokens, bias=bias.double(), softcap=3.0
-            )
+            ).log_probs
             torch.testing.assert_close(mine.double(), exact, rtol=3e-6, atol=1e-5)
 
 
@@ -134,7 +134,9 @@ def check_rows_are_counted_once():
     """The host need not wait for their number a second time."""
     hidden, weight, _, tokens = head(7, 19, 5, torch.float32)
     leaves, mask = [hidden.requires_grad_(), weight.requires_grad_()], torch.arange(7) % 3 != 0
-    assert_rows_are_counted_once(linear_token_log_probs(*leaves, tokens, mask), leaves, mask)
+    assert_rows_are_counted_once(
+        linear_token_log_probs(*leaves, tokens, mask).log_probs, leaves, mask
+    )
 
 
 def check_many_tokens():
@@ -158,7 +160,7 @@ def check_infinities():
         tokens[:] = torch.tensor([33, 34, 33, 34, 33, 34])
         compare_linear(hidden, weight, bias, tokens)
     hidden[2, 1] = torch.nan
-    mine = linear_token_log_probs(hidden, weight, tokens, bias=bias)
+    mine = linear_token_log_probs(hidden, weight, tokens, bias=bias).log_probs
     assert mine.isnan().tolist() == [False, False, True, False, False, False]
 
 
@@ -180,7 +182,7 @@ def check_shards():
         hidden, weight, bias, tokens = head(7, 35, 6, dtype)
         mask, options = torch.arange(7) != 2, {"offsets": OFFSETS, "shift": shift}
         parts = [
-            linear_token_log_probs(
+            VocabPart.of(
                 *(hidden, weight[first:end], tokens, mask), bias=bias[first:end],
                 vocab_offset=first, entropy=True, **options,
             )
@@ -220,5 +222,5 @@ def check_wrong_tokens_stop_the_kernel():
         tokens = torch.tensor([1, token])
         with pytest.raises(RuntimeError, match="tokens: expected values in"):
             linear_token_log_probs(hidden, weight, tokens)
-        part = linear_token_log_probs(hidden, weight, tokens, vocab_offset=0)
+        part = VocabPart.of(hidden, weight, tokens, vocab_offset=0)
         assert (part.target[1] == -torch.inf).all()

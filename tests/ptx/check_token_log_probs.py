@@ -18,7 +18,7 @@ def compare_log_probs(logits, tokens, **options):
         for x, impl in ((logits, "cpu"), (logits.double(), "reference")):
             leaf = x.detach().requires_grad_()
             out = token_log_probs(leaf, tokens, entropy=entropy, impl=impl, **options)
-            outputs = tuple(out) if entropy else (out,)
+            outputs = [x for x in out if x is not None]
             given = [up.to(y) for up, y in zip(upstream, outputs, strict=False)]
             results.append((outputs, *torch.autograd.grad(outputs, leaf, given)))
         (mine, grad), (exact, exact_grad) = results
@@ -58,7 +58,7 @@ def check_infinities():
     compare_log_probs(logits[:2], tokens[:2])
     compare_log_probs(-logits[2:].abs() - 300, tokens[2:])
     logits[2], logits[3, 17], logits[4, 8999] = -torch.inf, torch.nan, torch.inf
-    mine = token_log_probs(logits, tokens, impl="cpu")
+    mine = token_log_probs(logits, tokens, impl="cpu").log_probs
     assert mine.isnan().tolist() == [False, False, True, True, True]
 
 
@@ -66,11 +66,11 @@ def check_misaligned_views():
     """A row's bits do not depend on where it starts."""
     for dtype in DTYPES:
         row, token = torch.randn(1, 1001).to(dtype), torch.tensor([500])
-        alone = token_log_probs(row, token)
+        alone = token_log_probs(row, token).log_probs
         for before in range(8):
             among = torch.zeros(before + 3 * 1001, dtype=dtype)[before:].view(3, 1001)
             among[1] = row
-            assert torch.equal(token_log_probs(among, token.expand(3))[1], alone[0])
+            assert torch.equal(token_log_probs(among, token.expand(3)).log_probs[1], alone[0])
 
 
 def check_offsets_beyond_int32():
@@ -80,8 +80,8 @@ def check_offsets_beyond_int32():
     logits = storage.as_strided((2, 2, 33), (apart, 33, 1))
     logits.copy_(torch.randn(2, 2, 33))
     tokens = torch.randint(0, 33, (2, 2))
-    mine = token_log_probs(logits, tokens, shift=True)
-    assert torch.equal(mine, token_log_probs(logits.contiguous(), tokens, shift=True))
+    mine = token_log_probs(logits, tokens, shift=True).log_probs
+    assert torch.equal(mine, token_log_probs(logits.contiguous(), tokens, shift=True).log_probs)
 
 
 def check_wrong_tokens_stop_the_kernel():
@@ -112,5 +112,5 @@ def check_bits_of_few_and_many_rows():
 
         for few, many in zip(results(4), results(8), strict=True):
             assert torch.equal(few, many[:4])
-        without_entropy = token_log_probs(logits[:4], tokens[:4])
+        without_entropy = token_log_probs(logits[:4], tokens[:4]).log_probs
         assert torch.equal(without_entropy, results(4)[0])

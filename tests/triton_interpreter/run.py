@@ -220,7 +220,7 @@ def shards():
     whole = linear_token_log_probs(hidden, weight, tokens, mask, bias=bias, **options)
     tokens[0] = 200
     parts = [
-        linear_token_log_probs(
+        VocabPart.of(
             *(hidden, weight[first:end], tokens, mask),
             bias=bias[first:end],
             vocab_offset=first,
@@ -243,7 +243,7 @@ def wrong_tokens():
     with pytest.raises(RuntimeError, match="tokens: expected values in"):
         linear_token_log_probs(hidden, weight, tokens, **options)
     keep = tokens < 70
-    assert linear_token_log_probs(hidden, weight, tokens, keep, **options)[1] == 0
+    assert linear_token_log_probs(hidden, weight, tokens, keep, **options).log_probs[1] == 0
 
 
 def main() -> None:

@@ -70,8 +70,7 @@ def selective_log_softmax(
     """
     dtype = _result_dtype(logits) if dtype is None else dtype
     if index.dim() != logits.dim():
-        log_probs = _rowwise(logits, index, temperature, row_mask, entropy=False)
-        assert isinstance(log_probs, Tensor)
+        log_probs, _ = _rowwise(logits, index, temperature, row_mask, entropy=False)
         return log_probs.to(dtype, copy=True)  # trainers write zeros into it; the op needs its own
     if index.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
@@ -117,7 +116,7 @@ def entropy_from_logits(
     """
     index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     results = _rowwise(logits, index, 1.0, None, entropy=True)
-    assert isinstance(results, TokenLogProbs)
+    assert results.entropy is not None
     return results.entropy.to(_result_dtype(logits) if dtype is None else dtype, copy=True)
 
 
@@ -157,10 +156,10 @@ def selective_log_softmax_and_entropy(
         tensor([0., 0.])
     """
     dtype = _result_dtype(logits) if dtype is None else dtype
-    results = _rowwise(logits, index, temperature, row_mask, entropy=True)
-    assert isinstance(results, TokenLogProbs)
-    entropy = results.entropy if entropy_requires_grad else results.entropy.detach()
-    return results.log_probs.to(dtype, copy=True), entropy.to(dtype, copy=True)
+    log_probs, entropy = _rowwise(logits, index, temperature, row_mask, entropy=True)
+    assert entropy is not None
+    entropy = entropy if entropy_requires_grad else entropy.detach()
+    return log_probs.to(dtype, copy=True), entropy.to(dtype, copy=True)
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
@@ -170,7 +169,7 @@ def _result_dtype(logits: Tensor) -> torch.dtype:
 
 def _rowwise(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, entropy: bool
-) -> Tensor | TokenLogProbs:
+) -> TokenLogProbs:
     """``token_log_probs`` of rows in any number of dimensions."""
     mask = None if row_mask is None else row_mask != 0
     for name, rows in (("index", index), ("row_mask", mask)):
@@ -188,9 +187,9 @@ def _rowwise(
         temperature=temperature,
         entropy=entropy,
     )
-    if isinstance(results, TokenLogProbs):
-        return TokenLogProbs(*(x.view(index.shape) for x in results))
-    return results.view(index.shape)
+    log_probs, of_rows = results
+    of_rows = None if of_rows is None else of_rows.view(index.shape)
+    return TokenLogProbs(log_probs.view(index.shape), of_rows)
 
 
 class _ManyClasses(torch.autograd.Function):

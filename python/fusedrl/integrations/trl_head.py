@@ -86,12 +86,9 @@ class ChunkedLogProbFunction:
             if "mean_logits" in outputs:
                 mean = _mean_logits(hidden, weight, bias) * (logit_scale / temperature)
             if "is_top1" in outputs:
-                assert isinstance(results, TokenLogProbs)
                 top = _is_top1(hidden, weight, bias, targets, results)
-        if isinstance(results, TokenLogProbs):
-            log_probs, entropy = results
-            return log_probs, entropy if "entropy" in outputs else None, None, mean, top
-        return results, None, None, mean, top
+        entropy = results.entropy if "entropy" in outputs else None
+        return results.log_probs, entropy, None, mean, top
 
 
 def _not_ours(
@@ -158,6 +155,7 @@ def _is_top1(
     whose target is between these two bounds are multiplied again.
     """
     log_probs, entropy = results
+    assert entropy is not None
     certain = log_probs > math.log(0.5) + _ROUNDING
     rows = (~certain & (log_probs >= -entropy - _ROUNDING)).nonzero().squeeze(-1)
     return certain.index_put((rows,), _most_likely(hidden[rows], weight, bias) == targets[rows])

@@ -30,7 +30,6 @@ from fusedrl.ops.linear_policy_loss.losses import (
 )
 from fusedrl.ops.linear_policy_loss.reference import policy_slopes
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
-from fusedrl.ops.token_log_probs import TokenLogProbs
 
 _EPS = torch.finfo(torch.float32).eps
 
@@ -196,7 +195,7 @@ def _gradients(
         ]
         hidden, weight, bias = leaves
         assert hidden is not None and weight is not None
-        results = linear_token_log_probs(
+        log_probs, entropy = linear_token_log_probs(
             *(hidden, weight, rows.tokens, rows.mask),
             bias=bias,
             softcap=head.softcap or None,
@@ -204,7 +203,8 @@ def _gradients(
             temperature=rows.temperature,
             entropy=True,
         )
-        assert isinstance(results, TokenLogProbs)
         differentiated = [x for x in leaves if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(results, differentiated, tuple(upstream)))
+        assert entropy is not None
+        outputs = log_probs, entropy
+        found = iter(torch.autograd.grad(outputs, differentiated, tuple(upstream)))
     return [next(found) if x is not None and x.requires_grad else None for x in leaves]

@@ -83,7 +83,7 @@ def causal_divergences(
             ref_softcap=ref.softcap,
             scale=parts.scale,
             ref_scale=ref.scale,
-        )
+        ).kl
 
     return _scored("model", model, batch, from_heads)[0]
 

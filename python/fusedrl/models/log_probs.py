@@ -143,8 +143,9 @@ def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
 
 
-def _columns(result: Any) -> tuple[Tensor, ...]:
-    return tuple(result) if isinstance(result, TokenLogProbs) else (result,)
+def _columns(result: TokenLogProbs) -> tuple[Tensor, ...]:
+    log_probs, entropy = result
+    return (log_probs,) if entropy is None else (log_probs, entropy)
 
 
 def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogProbs:

@@ -19,7 +19,6 @@ from fusedrl.models.split import classes_of
 from fusedrl.objectives.loss_terms import LossTerms, loss_terms_of, overridden
 from fusedrl.objectives.tokens import CannotFuse, LossBatch, check_readable, log_not_fused, read
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
-from fusedrl.ops.token_log_probs import TokenLogProbs
 
 # The outputs whose gradients come from the terms of linear_policy_loss, in the order of these.
 _OUTPUTS = ("loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy")
@@ -154,10 +153,10 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None)
     }
     if terms is None:
         scored = causal_log_probs(model, tokens, batch.lengths, mask, **options)
-        if isinstance(scored, TokenLogProbs):
-            return _Columns(None, *scored)
-        assert isinstance(scored, Tensor)
-        return _Columns(None, scored, torch.zeros_like(scored))
+        if isinstance(scored, Tensor):
+            return _Columns(None, scored, torch.zeros_like(scored))
+        assert scored.entropy is not None
+        return _Columns(None, scored.log_probs, scored.entropy)
     of_batch, of_weights = (map(batch.packed, columns) for columns in (terms.batch, terms.weights))
     computed = causal_policy_terms(
         model,

@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import numbers
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -29,22 +29,6 @@ LARGEST = 1e30  # a scalar argument; it, its reciprocal and products with either
 LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
 # What several errors tell to do.
 ONE_A_TOKEN = "give one value for each token"
-# What the tensors are that a caller cannot leave out, for errors about a ``None``.
-_MEANING = {
-    "hidden": "the hidden states of the tokens",
-    "weight": "the weight of the head",
-    "ref_hidden": "the hidden states of the reference",
-    "ref_weight": "the weight of the reference's head",
-    "logits": "the logits of the tokens",
-    "ref_logits": "the logits of the reference",
-    "tokens": "the ids of the tokens",
-    "log_probs": "the policy's log-probs of the tokens",
-    "ref_log_probs": "the reference's log-probs of the same tokens",
-    "rollout_log_probs": "the engine's log-probs of the same tokens",
-    "advantages": "one advantage for each token, or one for each sequence",
-    "ids": "the ids of the teacher's likeliest classes",
-    "teacher_log_probs": "the teacher's log-probs of those classes",
-}
 RUNNING_SUM = "pass 0 and the running sum of the sequence lengths"
 for _library in LIBRARY.values():
     native.load_error(_library)  # before any tracing starts
@@ -310,25 +294,8 @@ def check_tensor(name: str, value: object, *kinds: str, like: str = "") -> None:
     got, kinds = kind(value), kinds or (DENSE,)
     if got in kinds:
         return
-    remedy = _remedy(name, value, bool(like))
-    raise TypeError(f"{name}: expected {' or '.join(kinds)}{like}, got {got}; {remedy}")
-
-
-def _remedy(name: str, value: object, has_companion: bool) -> str:
-    """What makes a tensor of the expected kind of ``value``."""
-    if isinstance(value, Tensor):
-        if kind(value) not in (DENSE, NESTED):
-            return "convert it with .to_dense()"
-        return "pass both nested or both dense" if has_companion else "pass a dense one"
-    if isinstance(value, torch.nn.Module):
-        return "pass its .weight" if hasattr(value, "weight") else "pass what it returns"
-    if hasattr(value, "last_hidden_state"):
-        return "pass its .last_hidden_state"
-    if value is None:
-        return f"pass {_MEANING.get(name, 'a tensor')}"
-    if isinstance(value, Mapping):
-        return "pass the tensor in it"
-    return "convert it with torch.as_tensor"
+    expected = f"{' or '.join(kinds)}{like}"
+    raise TypeError(f"{name}: expected {expected}, got {got}; pass a tensor of that kind")
 
 
 def check_floating(name: str, tensor: Tensor) -> None:

@@ -1,11 +1,8 @@
-"""Nested arguments of ops over packed rows: one wrapper packs them and rewraps the answer."""
+"""Nested arguments of ops over packed rows: packed for the op, and its results nested again."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,123 +11,98 @@ from fusedrl import ragged
 from fusedrl.ops import _dispatch
 from fusedrl.ragged import Ragged
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Column = TypeVar("Column", Tensor, "Tensor | None")
 
 
-def accepts_nested(
-    *companions: str,
-    optional: Sequence[str] = ("mask",),
-    per_sequence: str | None = None,
-    over: str | None = None,
-    form: str = "[B, j, columns]",
-    fields: Sequence[str] = (),
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let an op over packed values take a nested first argument; other calls go to the op itself.
-
-    The op runs once, on packed values with their ``offsets``. Its answer, or ``fields`` of an
-    answer that is a named tuple, becomes nested over the offsets of the argument ``over``, or of
-    the first one, so that it composes with that tensor.
+class Batch(NamedTuple):
+    """The first argument of an op, packed if it was nested, which decides the form of the others.
 
     Args:
-        companions: arguments that are nested beside the first one, with its sequence lengths.
-        optional: companions that may be ``None``.
-        per_sequence: an argument that may be nested as well, or dense with one value a sequence,
-            which is spread over its tokens. The op gets ``[1, N]``.
-        over: the argument whose offsets the answer has.
-        form: the dimensions of the first argument.
-        fields: what of a named tuple has one value a token.
+        name: the name of the argument.
+        values: the rows, dense.
+        offsets: where the sequences of packed rows start and end.
+        model: the nested tensor that results look like; ``None`` for dense rows.
     """
 
-    def wrap(op: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(op)
-        name = next(iter(signature.parameters))
+    name: str
+    values: Tensor
+    offsets: Tensor | None
+    model: Tensor | None
 
-        @functools.wraps(op)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            nested: Any = args[0] if args else kwargs.get(name)
-            if not isinstance(nested, Tensor) or not nested.is_nested:
-                return op(*args, **kwargs)
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError:
-                return op(*args, **kwargs)  # which raises the error that names it
-            packed = _pack(name, nested, given.get("offsets"), form)
-            model = nested if over is None else given[over]
-            values: dict[str, Any] = {name: packed.values, "offsets": packed.offsets}
-            for key in (*companions, *(x for x in optional if given.get(x) is not None)):
-                values[key] = _companion(key, given[key], name, packed.offsets)
-            if per_sequence is not None and given.get(per_sequence) is not None:
-                values[per_sequence] = _spread(per_sequence, given[per_sequence], name, packed)
-            result: Any = op(**(given | values))  # pyright: ignore[reportCallIssue]
-            if isinstance(result, Tensor):
-                return _rewrapped(result, model, packed.offsets)  # pyright: ignore[reportReturnType]
-            if not isinstance(result, tuple):
-                return result
-            columns: Any = {field: getattr(result, field, None) for field in fields}
-            nested_columns = {
-                field: _rewrapped(column, model, packed.offsets)
-                for field, column in columns.items()
-                if column is not None
-            }
-            return result._replace(**nested_columns)  # pyright: ignore[reportAttributeAccessIssue]
+    def companion(self, name: str, value: Any) -> Any:
+        """The packed values of a nested companion; beside dense rows the companion itself."""
+        if self.model is None or self.offsets is None:
+            return value
+        _dispatch.check_tensor(name, value, _dispatch.NESTED, like=f" like {self.name}")
+        values, own = ragged.from_nested(value, name)
+        if own is self.offsets:
+            return values
+        _dispatch.check_device(name, own, self.offsets.device)
+        if not own.is_meta and not torch.equal(own, self.offsets):
+            expected, got = (x.diff()[:8].tolist() for x in (self.offsets, own))
+            raise ValueError(
+                f"{name}: expected the sequence lengths of {self.name}, {expected}, got {got}; "
+                "nest both with the same lengths"
+            )
+        return values
 
-        return wrapped
+    def optional(self, name: str, value: Any) -> Any:
+        """The same of a companion that may be ``None``."""
+        return None if value is None else self.companion(name, value)
 
-    return wrap
+    def spread(self, name: str, value: Any) -> Any:
+        """The same as ``[1, N]``; dense values of sequences are repeated for their tokens."""
+        if value is None or self.model is None or self.offsets is None:
+            return value
+        _dispatch.check_tensor(name, value, _dispatch.DENSE, _dispatch.NESTED)
+        if value.is_nested:
+            return self.companion(name, value)[None]
+        count = len(self.offsets) - 1
+        if value.shape not in ((count,), (count, 1)):
+            raise ValueError(
+                f"{name}: expected shape ({count},), one for each sequence of nested {self.name}, "
+                f"got {tuple(value.shape)}; nest what has one value for each token like {self.name}"
+            )
+        _dispatch.check_device(name, value, self.values.device)
+        lengths, tokens = self.offsets.diff(), len(self.values)
+        return torch.repeat_interleave(value.flatten(), lengths, output_size=tokens)[None]
+
+    def result(self, flat: Column) -> Column:
+        """A result with one value for each token, in the form of the arguments."""
+        if flat is None or self.model is None or self.offsets is None:
+            return flat
+        nested: Any
+        if self.model.layout == torch.jagged:
+            nested = ragged.to_jagged(Ragged(flat, ragged.jagged_parts(self.model)[1]))
+        else:
+            nested = ragged.to_strided(Ragged(flat, self.offsets))
+        return nested
 
 
-def _pack(name: str, nested: Tensor, offsets: Tensor | None, form: str) -> Ragged:
+def pack(
+    name: str,
+    values: Tensor,
+    offsets: Tensor | None,
+    like: Tensor | None = None,
+    form: str = "[B, j, columns]",
+) -> Batch:
+    """The batch of an op, whose first argument may be nested, with the dimensions of ``form``.
+
+    Results share the offsets of the nested argument ``like``, or else those of the first one, so
+    that they compose with it.
+    """
+    _dispatch.check_tensor(name, values, _dispatch.DENSE, _dispatch.NESTED)
+    if not values.is_nested:
+        return Batch(name, values, offsets, None)
     if offsets is not None:
         raise ValueError(
             f"offsets: expected None with nested {name}, which has its own, got "
             f"{_dispatch.kind(offsets)}; leave it out"
         )
-    packed = ragged.from_nested(nested, name)
-    if nested.dim() != form.count(",") + 1:
+    packed = ragged.from_nested(values, name)
+    if values.dim() != form.count(",") + 1:
         raise ValueError(
-            f"{name}: expected a nested {form}, got one of {nested.dim()} dimensions; "
+            f"{name}: expected a nested {form}, got one of {values.dim()} dimensions; "
             f"nest a tensor {form.replace('B, j', 'T')} for each sequence"
         )
-    return packed
-
-
-def _companion(name: str, value: Any, like: str, offsets: Tensor) -> Tensor:
-    """The packed values of a nested companion of ``like``, which has these ``offsets``."""
-    _dispatch.check_tensor(name, value, _dispatch.NESTED, like=f" like {like}")
-    values, own = ragged.from_nested(value, name)
-    if own is offsets:
-        return values
-    _dispatch.check_device(name, own, offsets.device)
-    if own.is_meta:
-        return values
-    if not torch.equal(own, offsets):
-        expected, got = (x.diff()[:8].tolist() for x in (offsets, own))
-        raise ValueError(
-            f"{name}: expected the sequence lengths of {like}, {expected}, got {got}; "
-            "nest both with the same lengths"
-        )
-    return values
-
-
-def _spread(name: str, value: Any, like: str, packed: Ragged) -> Tensor:
-    """Values for each token, ``[1, N]``: nested ones, or dense ones of sequences repeated."""
-    _dispatch.check_tensor(name, value, _dispatch.DENSE, _dispatch.NESTED)
-    if value.is_nested:
-        return _companion(name, value, like, packed.offsets)[None]
-    count = len(packed.offsets) - 1
-    if value.shape not in ((count,), (count, 1)):
-        raise ValueError(
-            f"{name}: expected shape ({count},), one for each sequence of nested {like}, got "
-            f"{tuple(value.shape)}; nest what has one value for each token like {like}"
-        )
-    _dispatch.check_device(name, value, packed.values.device)
-    tokens = len(packed.values)
-    return torch.repeat_interleave(value.flatten(), packed.offsets.diff(), output_size=tokens)[None]
-
-
-def _rewrapped(flat: Tensor, model: Tensor, offsets: Tensor) -> Tensor:
-    """Packed values, one for each token, as a nested tensor in the layout of ``model``."""
-    if model.layout == torch.jagged:
-        return ragged.to_jagged(Ragged(flat, ragged.jagged_parts(model)[1]))
-    return ragged.to_strided(Ragged(flat, offsets))
+    return Batch(name, packed.values, packed.offsets, values if like is None else like)

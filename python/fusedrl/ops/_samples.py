@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedrl.compat.torch import in_forward_mode
-from fusedrl.ops._dispatch import ONE_A_TOKEN, check_device, check_tensor, kind
+from fusedrl.ops._dispatch import ONE_A_TOKEN, check_device, check_tensor
 
 COLUMNS = (torch.Size(()), torch.Size((1,)))  # trailing dimensions of one value a row
 ONE_A_SAMPLE = "give one tensor for each sample"
@@ -48,15 +48,6 @@ def pack_columns(
         )
     columns = [_packed_like(log_probs, lengths, *column) for column in companions.items()]
     return PackedColumns([packed, *columns], lengths)
-
-
-def check_lists(**companions: Any) -> None:
-    """Refuse companions that are not lists where the log-probs are a list."""
-    for name, value in companions.items():
-        if not isinstance(value, (list, tuple)):
-            raise TypeError(
-                f"{name}: expected a list like log_probs, got {kind(value)}; {ONE_A_SAMPLE}"
-            )
 
 
 def sizes_of(name: str, column: Sequence[Tensor]) -> list[int]:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _dispatch, _rows
-from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops import _dispatch, _nested, _rows
 
 __all__ = ["LEVELS", "MODES", "ImportanceWeights", "Mismatch", "importance_weights"]
 
@@ -76,13 +75,12 @@ class ImportanceWeights(NamedTuple):
     mismatch: Mismatch
 
 
-@accepts_nested("rollout_log_probs", form="[B, j]", fields=("weights",))
 def importance_weights(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
     *,
+    offsets: Tensor | None = None,
     level: str = "token",
     mode: str = "truncate",
     low: float | Tensor | None = None,
@@ -152,6 +150,10 @@ def importance_weights(
         ("nan", nan, _dispatch.NANS),
     ):
         _dispatch.check_choice(name, value, choices)
+    batch = _nested.pack("log_probs", log_probs, offsets, form="[B, j]")
+    log_probs, offsets = batch.values, batch.offsets
+    rollout_log_probs = batch.companion("rollout_log_probs", rollout_log_probs)
+    mask = batch.optional("mask", mask)
     _check(log_probs, rollout_log_probs, mask, offsets, level)
     least, most = _bounds(low, high, log_probs.device)
     dtype = torch.promote_types(log_probs.dtype, rollout_log_probs.dtype)
@@ -195,7 +197,8 @@ def importance_weights(
         total(of_known.square()),
         ratio.new_zeros(count).scatter_reduce(0, sequences, ratio_of_known, "amax"),
     )
-    return ImportanceWeights(weights.masked_fill(~kept, 0).view(log_probs.shape), mismatch)
+    weights = weights.masked_fill(~kept, 0).view(log_probs.shape)
+    return ImportanceWeights(batch.result(weights), mismatch)
 
 
 def _check(
@@ -205,7 +208,6 @@ def _check(
     offsets: Tensor | None,
     level: str,
 ) -> None:
-    _dispatch.check_tensor("log_probs", log_probs, _dispatch.DENSE, _dispatch.NESTED)
     _dispatch.check_tensor("rollout_log_probs", rollout_log_probs, like=" like log_probs")
     for name, value in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
         _dispatch.check_floating(name, value)

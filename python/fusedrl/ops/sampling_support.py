@@ -6,8 +6,6 @@ compressed rows (CSR).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -200,7 +198,7 @@ def support_log_probs(
     whole = (keep & ~listed).view(tokens.shape)
     if not bool(whole.any()):
         return log_probs
-    of_whole: Any = linear_token_log_probs(
+    of_whole = linear_token_log_probs(
         *(hidden, weight, tokens, whole),
         bias=bias,
         softcap=softcap,
@@ -209,7 +207,7 @@ def support_log_probs(
         shift=shift,
         temperature=temperature,
     )
-    return log_probs + of_whole
+    return log_probs + of_whole.log_probs
 
 
 def _entries(

@@ -59,7 +59,7 @@ def score_batch(
         "entropy": policy.entropy,
     }
     for estimator in estimators:
-        columns[estimator] = token_kl(policy.log_probs, reference, estimator=estimator)
+        columns[estimator] = token_kl(policy.log_probs, reference, estimator=estimator).kl
     arrays = {name: column.cpu().split(lengths) for name, column in columns.items()}
     scored = []
     for i, chat in enumerate(batch):

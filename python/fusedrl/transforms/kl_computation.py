@@ -11,7 +11,7 @@ from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 
 from fusedrl.transforms import columns, token_columns, transitions
 from fusedrl.transforms.columns import Column, Columns, SampleColumns
-from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
+from fusedrl.transforms.renamed_arguments import COEFF, FULL, REF_FULL, refuse, renamed
 
 Data = SampleColumns | Columns
 
@@ -64,18 +64,24 @@ class KLComputation(_KLComputation):
         tensor([-0.1000, -0.1000])
     """
 
-    @accept_renamed()
     def __init__(
         self,
-        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
-        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        gen_log_probs_full_key: NestedKey = FULL,
+        ref_log_probs_full_key: NestedKey = REF_FULL,
         *,
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
-        coeff: float | Tensor = 1.0,
+        coeff: float | Tensor = COEFF,
         padding_side: str = "left",
         **unknown: Any,
     ) -> None:
+        gen_log_probs_full_key = renamed(
+            "gen_log_probs_full_key", gen_log_probs_full_key, FULL, "gen_log_probs_key", unknown
+        )
+        ref_log_probs_full_key = renamed(
+            "ref_log_probs_full_key", ref_log_probs_full_key, REF_FULL, "ref_log_probs_key", unknown
+        )
+        coeff = renamed("coeff", coeff, COEFF, "coef", unknown)
         refuse(unknown)
         if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
             raise ValueError(

@@ -18,7 +18,7 @@ from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
 from fusedrl.transforms.ray import RayKLRewardTransform
 from fusedrl.transforms.ray_service import RayService
-from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
+from fusedrl.transforms.renamed_arguments import COEFF, refuse, renamed
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.rollout_columns import (
     ASSISTANT,
@@ -104,13 +104,12 @@ class KLRewardTransform(_KLRewardTransform):
 
     _RayServiceClass = RayService(RayKLRewardTransform)
 
-    @accept_renamed({"coeff": "coef"})
     def __init__(
         self,
         ref_model: LLMWrapperBase | None = None,
         *,
         ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
-        coef: float | Tensor = 1.0,
+        coef: float | Tensor = COEFF,
         in_keys: Sequence[NestedKey] | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         log_prob_key: NestedKey = ("log_probs", "full"),
@@ -124,6 +123,7 @@ class KLRewardTransform(_KLRewardTransform):
         **unknown: Any,
     ) -> None:
         unknown.pop("actor_name", None)  # without Ray there is no actor to name
+        coef = renamed("coef", coef, COEFF, "coeff", unknown)
         refuse(unknown)
         if (ref_model is None) == (ref_model_factory is None):
             given = "neither" if ref_model is None else "both"

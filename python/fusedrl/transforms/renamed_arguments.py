@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-Init = TypeVar("Init", bound=Callable[..., None])
+from typing import Any
 
 RENAMED = {
     "coef": "coeff",
     "gen_log_probs_key": "gen_log_probs_full_key",
     "ref_log_probs_key": "ref_log_probs_full_key",
 }
+FULL, REF_FULL, COEFF = ("log_probs", "full"), ("ref_log_probs", "full"), 1.0  # defaults
 _warned: set[str] = set()
 
 
-def accept_renamed(names: dict[str, str] = RENAMED) -> Callable[[Init], Init]:
-    """Let ``__init__`` take arguments under other names too: ``names`` maps these to its own.
+def renamed(name: str, value: Any, default: Any, other: str, unknown: dict[str, Any]) -> Any:
+    """The argument ``name``, which ``unknown`` may have under its other name, and then no more.
 
-    Each other name gives one ``DeprecationWarning`` in a process. Both names together are a
-    ``TypeError``.
+    The other name gives one ``DeprecationWarning`` in a process. Both together are a ``TypeError``;
+    the argument is taken as not given if it is the ``default`` itself.
     """
-
-    def decorate(init: Init) -> Init:
-        @functools.wraps(init)
-        def wrapper(self: Any, *args: Any, **given: Any) -> None:
-            for other in names.keys() & given.keys():
-                name = names[other]
-                if name in given:
-                    raise TypeError(f"{other}: expected it or {name}, got both; drop {other}")
-                if other not in _warned:
-                    _warned.add(other)
-                    _warn(f"{other} is called {name} here; use that name")
-                given[name] = given.pop(other)
-            init(self, *args, **given)
-
-        return wrapper  # pyright: ignore[reportReturnType]
-
-    return decorate
+    if other not in unknown:
+        return value
+    if value is not default:
+        raise TypeError(f"{other}: expected it or {name}, got both; drop {other}")
+    if other not in _warned:
+        _warned.add(other)
+        _warn(f"{other} is called {name} here; use that name")
+    return unknown.pop(other)
 
 
 def _warn(message: str) -> None:
     """Warn, and name the line that called the constructor, not torchrl's metaclass."""
     frame: Any = inspect.currentframe()
     level = 1
-    while level < 3 or frame.f_globals.get("__name__", "").startswith("torchrl."):
+    while level < 4 or frame.f_globals.get("__name__", "").startswith("torchrl."):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, DeprecationWarning, stacklevel=level)
 

@@ -23,7 +23,7 @@ from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.ray import RayRetrieveKL
 from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.reading import TokenBatch
-from fusedrl.transforms.renamed_arguments import accept_renamed, refuse
+from fusedrl.transforms.renamed_arguments import COEFF, FULL, REF_FULL, refuse, renamed
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, model_of
 
 
@@ -98,7 +98,6 @@ class RetrieveKL(_RetrieveKL):
 
     _RayServiceClass = RayService(RayRetrieveKL)
 
-    @accept_renamed()
     def __init__(
         self,
         gen_model: LLMWrapperBase | Literal["from_collector"] | None = "from_collector",
@@ -113,17 +112,24 @@ class RetrieveKL(_RetrieveKL):
         device: torch.device | None = None,
         tokenizer: Any = None,
         padding_side: str = "left",
-        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
-        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
+        gen_log_probs_full_key: NestedKey = FULL,
+        ref_log_probs_full_key: NestedKey = REF_FULL,
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
-        coeff: float | Tensor = 1.0,
+        coeff: float | Tensor = COEFF,
         use_ray_service: bool = False,
         max_tokens_per_forward: int | None = None,
         share_prefixes: bool = True,
         **unknown: Any,
     ) -> None:
         unknown.pop("actor_name", None)  # without Ray there is no actor to name
+        gen_log_probs_full_key = renamed(
+            "gen_log_probs_full_key", gen_log_probs_full_key, FULL, "gen_log_probs_key", unknown
+        )
+        ref_log_probs_full_key = renamed(
+            "ref_log_probs_full_key", ref_log_probs_full_key, REF_FULL, "ref_log_probs_key", unknown
+        )
+        coeff = renamed("coeff", coeff, COEFF, "coef", unknown)
         refuse(unknown)
         if gen_model == "from_collector" and gen_model_factory is not None:
             gen_model = None

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fusedrl import ragged
 from fusedrl.compat.torch import NestedTensor, lengths_beside_holes
-from fusedrl.ops.token_kl import pack_samples, token_kl
+from fusedrl.ops.token_kl import token_kl
 from fusedrl.ops.token_kl.columns import samples_in_one_call
+from fusedrl.ops.token_kl.samples import pack_samples
 from fusedrl.transforms.columns import (
     Column,
     Columns,
@@ -57,14 +58,12 @@ class TokenColumns(NamedTuple):
     def kl_and_reward(self, coeff: float | Tensor) -> tuple[Tensor, Tensor | None]:
         """The KL and, if there is a reward, ``reward - coeff * kl`` for each of its columns."""
         columns, reward = self[:3], self.reward
-        if reward is None:
-            return token_kl(*columns, nan="missing"), None
-        if reward.shape[-1] == 1:
-            options: dict[str, Any] = {"reward": reward.squeeze(-1), "coeff": coeff}
-            kl, penalised = token_kl(*columns, nan="missing", **options)
-            return kl, penalised.unsqueeze(-1)
-        kl = token_kl(*columns, nan="missing")
-        return kl, reward - coeff * kl.unsqueeze(-1)
+        if reward is not None and reward.shape[-1] == 1:
+            one = reward.squeeze(-1)
+            kl, penalised = token_kl(*columns, reward=one, coeff=coeff, nan="missing")
+            return kl, None if penalised is None else penalised.unsqueeze(-1)
+        kl = token_kl(*columns, nan="missing").kl
+        return kl, None if reward is None else reward - coeff * kl.unsqueeze(-1)
 
 
 def kl_of_samples(

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows
-from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops import _autograd, _dispatch, _nested, _rows
 from fusedrl.ops.exact_kl import reference
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fusedrl.ops._options import DivergenceOptions
 
 __all__ = ["DIRECTIONS", "ExactKL", "exact_kl"]
 
@@ -24,11 +18,12 @@ DIRECTIONS = ("reverse", "forward", "jensen_shannon")
 class ExactKL(NamedTuple):
     """Divergences and entropies of the policy for each token, in nats and float32.
 
-    Both are shaped like the tokens; ``kl`` is the divergence in the direction of the call.
+    Both are shaped like the tokens; ``kl`` is the divergence in the direction of the call, and
+    ``entropy`` is ``None`` where it was not asked for.
     """
 
     kl: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 class Divergence(NamedTuple):
@@ -41,34 +36,6 @@ class Divergence(NamedTuple):
     swapped: bool
 
 
-@overload
-def exact_kl(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: Literal[False] = False,
-    **options: Unpack[DivergenceOptions],
-) -> Tensor: ...
-@overload
-def exact_kl(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: Literal[True],
-    **options: Unpack[DivergenceOptions],
-) -> ExactKL: ...
-@overload
-def exact_kl(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: bool,
-    **options: Unpack[DivergenceOptions],
-) -> Tensor | ExactKL: ...
-@accepts_nested("ref_logits", fields=("kl", "entropy"))
 def exact_kl(
     logits: Tensor,
     ref_logits: Tensor,
@@ -81,7 +48,7 @@ def exact_kl(
     shift: bool = False,
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
-) -> Tensor | ExactKL:
+) -> ExactKL:
     r"""Divergence between the policy's and the reference's distribution of each token.
 
     With the policy :math:`p = \mathrm{softmax}(\text{logits} / \text{temperature})`, the reference
@@ -114,7 +81,7 @@ def exact_kl(
         direction: ``"reverse"``, ``"forward"`` or ``"jensen_shannon"``.
         beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone: 0, 1 or a number
             between that is at least 1e-30. ``None`` means 1/2.
-        entropy: also return the policy's entropy :math:`-\sum_v p_v \log p_v` of each kept row,
+        entropy: also compute the policy's entropy :math:`-\sum_v p_v \log p_v` of each kept row,
             with gradient.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
@@ -126,9 +93,9 @@ def exact_kl(
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
-        float32 ``[N]``, ``[B, T]`` or jagged like the logits, or :class:`ExactKL` with
-        ``entropy=True``. Rounding in the reference implementation alone makes a value negative. A
-        row that is all -inf, or has a NaN or a +inf, gives NaN.
+        :class:`ExactKL` of float32 ``[N]``, ``[B, T]`` or jagged like the logits. Rounding in the
+        reference implementation alone makes a value negative. A row that is all -inf, or has a NaN
+        or a +inf, gives NaN.
 
     Raises:
         TypeError: a mask that is not bool, logits that are not floating point.
@@ -139,18 +106,20 @@ def exact_kl(
         >>> import torch
         >>> from fusedrl import exact_kl
         >>> policy, ref = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986123]])
-        >>> exact_kl(policy, ref)  # uniform against 1/4, 3/4
+        >>> exact_kl(policy, ref).kl  # uniform against 1/4, 3/4
         tensor([0.1438])
         >>> # With shift, of a model's own output, a row is about the token after it:
-        >>> exact_kl(policy.expand(1, 3, 2), ref.expand(1, 3, 2), shift=True)
+        >>> exact_kl(policy.expand(1, 3, 2), ref.expand(1, 3, 2), shift=True).kl
         tensor([[0.0000, 0.1438, 0.1438]])
-        >>> exact_kl(policy, ref, direction="forward")
+        >>> exact_kl(policy, ref, direction="forward").kl
         tensor([0.1308])
-        >>> exact_kl(policy, ref, direction="jensen_shannon", beta=0.5)
+        >>> exact_kl(policy, ref, direction="jensen_shannon", beta=0.5).kl
         tensor([0.0338])
     """
     _dispatch.check_flags(shift=shift, entropy=entropy)
-    _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
+    batch = _nested.pack("logits", logits, offsets)
+    logits, offsets = batch.values, batch.offsets
+    ref_logits, mask = batch.companion("ref_logits", ref_logits), batch.optional("mask", mask)
     divergence = chosen_divergence(direction, beta)
     _check(logits, ref_logits, mask, offsets, shift)
     chosen = _dispatch.choose(
@@ -162,7 +131,7 @@ def exact_kl(
         kl, entropies = reference.exact_kl(
             p, q, mask, offsets, shift, scale, divergence.beta, entropy
         )
-        return answer(divergence, kl, entropies if entropy else None)
+        return answer(batch, divergence, kl, entropies if entropy else None)
     mask = None if mask is None else mask.contiguous()
     offsets = None if offsets is None else offsets.to(torch.int64).contiguous()
     p, q = _rows.with_unit_stride(p), _rows.with_unit_stride(q)
@@ -171,7 +140,7 @@ def exact_kl(
         kl, entropies = _autograd.apply(_Autograd, *args)
     else:
         kl, entropies, _ = torch.ops.fusedrl.exact_kl(*args)
-    return answer(divergence, kl, entropies if entropy else None)
+    return answer(batch, divergence, kl, entropies if entropy else None)
 
 
 def chosen_divergence(direction: str, beta: float | None) -> Divergence:
@@ -200,11 +169,12 @@ def share_of(beta: Any) -> float | None:
     return float(share) if share is not None and known else None
 
 
-def answer(divergence: Divergence, kl: Tensor, entropies: Tensor | None) -> Tensor | ExactKL:
+def answer(
+    batch: _nested.Batch, divergence: Divergence, kl: Tensor, entropies: Tensor | None
+) -> ExactKL:
     """What the public functions return, of the entropies ``[..., 2]`` of p and q the policy's."""
-    if entropies is None:
-        return kl
-    return ExactKL(kl, entropies[..., int(divergence.swapped)])
+    entropy = None if entropies is None else entropies[..., int(divergence.swapped)]
+    return ExactKL(batch.result(kl), batch.result(entropy))
 
 
 def _check(

@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rounding, _rows, _stored
-from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops import _autograd, _dispatch, _head, _nested, _rounding, _rows, _stored
 from fusedrl.ops.exact_kl import ExactKL, answer, chosen_divergence, fake_results
 from fusedrl.ops.linear_exact_kl import reference
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fusedrl.ops._options import LinearDivergenceOptions
 
 __all__ = ["linear_exact_kl"]
 
 
-@overload
-def linear_exact_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor,
-    ref_weight: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: Literal[False] = False,
-    **options: Unpack[LinearDivergenceOptions],
-) -> Tensor: ...
-@overload
-def linear_exact_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor,
-    ref_weight: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: Literal[True],
-    **options: Unpack[LinearDivergenceOptions],
-) -> ExactKL: ...
-@overload
-def linear_exact_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor,
-    ref_weight: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: bool,
-    **options: Unpack[LinearDivergenceOptions],
-) -> Tensor | ExactKL: ...
-@accepts_nested("ref_hidden", fields=("kl", "entropy"))
 def linear_exact_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -75,7 +35,7 @@ def linear_exact_kl(
     temperature: float | Tensor = 1.0,
     batch_invariant: bool = False,
     impl: str = "auto",
-) -> Tensor | ExactKL:
+) -> ExactKL:
     r"""Divergence between the logits of two linear heads, which never exist as a whole.
 
     It is the divergence of :func:`exact_kl`. The policy's logits are
@@ -101,7 +61,7 @@ def linear_exact_kl(
         direction: ``"reverse"`` KL(policy || reference), ``"forward"`` or ``"jensen_shannon"``.
         beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone, as in
             :func:`exact_kl`; ``None`` means 1/2.
-        entropy: also return the policy's entropy of each kept row, with gradient.
+        entropy: also compute the policy's entropy of each kept row, with gradient.
         bias: ``[V]`` of the policy's head, of the dtype of ``weight``.
         ref_bias: ``[V]`` of the reference's head.
         softcap: positive bound of the policy's logits.
@@ -119,8 +79,7 @@ def linear_exact_kl(
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
-        float32 ``[N]``, ``[B, T]`` or jagged like the hidden states, or :class:`ExactKL` with
-        ``entropy=True``.
+        :class:`ExactKL` of float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.
 
     Raises:
         TypeError: a mask that is not bool, hidden states that are not floating point.
@@ -133,14 +92,16 @@ def linear_exact_kl(
         >>> _ = torch.manual_seed(0)
         >>> hidden, weight = torch.randn(2, 3, 8), torch.randn(100, 8)
         >>> ref_hidden, ref_weight = torch.randn(2, 3, 16), torch.randn(100, 16)
-        >>> kl = linear_exact_kl(hidden, weight, ref_hidden, ref_weight, shift=True)
+        >>> kl = linear_exact_kl(hidden, weight, ref_hidden, ref_weight, shift=True).kl
         >>> from_logits = exact_kl(hidden @ weight.T, ref_hidden @ ref_weight.T, shift=True)
-        >>> torch.allclose(kl, from_logits, rtol=1e-4)
+        >>> torch.allclose(kl, from_logits.kl, rtol=1e-4)
         True
     """
     divergence = chosen_divergence(direction, beta)
     _dispatch.check_flags(shift=shift, entropy=entropy, batch_invariant=batch_invariant)
-    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    batch = _nested.pack("hidden", hidden, offsets)
+    hidden, offsets = batch.values, batch.offsets
+    ref_hidden, mask = batch.companion("ref_hidden", ref_hidden), batch.optional("mask", mask)
     _check_tokens(hidden, ref_hidden, mask, offsets, shift)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     ref_head = _head.prepare("ref_", ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap)
@@ -154,7 +115,7 @@ def linear_exact_kl(
         kl, entropies = reference.linear_exact_kl(
             p, q, mask, offsets, shift, divisor, divergence.beta, entropy
         )
-        return answer(divergence, kl, entropies if entropy else None)
+        return answer(batch, divergence, kl, entropies if entropy else None)
     args = (
         *(p.hidden, p.weight, p.bias, p.scale, p.softcap),
         *(q.hidden, q.weight, q.bias, q.scale, q.softcap),
@@ -176,7 +137,7 @@ def linear_exact_kl(
         # Without a gradient, a mixture alone reads its logits twice.
         most_bytes = _stored.stored_bytes(head.hidden) if divergence.beta < 1 else 0
         kl, entropies, *_ = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
-    return answer(divergence, kl, entropies if entropy else None)
+    return answer(batch, divergence, kl, entropies if entropy else None)
 
 
 def _check_tokens(

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _dispatch, _head, _rows
-from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops import _dispatch, _head, _nested, _rows
 from fusedrl.ops.linear_policy_loss import autograd, losses
 from fusedrl.ops.linear_policy_loss.autograd import Task
 from fusedrl.ops.linear_policy_loss.statistics import RatioStatistics, ratio_statistics
@@ -18,7 +17,7 @@ from fusedrl.ops.linear_policy_loss.two_pass import (
     from_log_probs,
     from_sequence_ratios,
 )
-from fusedrl.ops.linear_token_log_probs import check_shard
+from fusedrl.ops.linear_token_log_probs.arguments import check_shard
 from fusedrl.ops.token_kl.reference import estimate
 
 if TYPE_CHECKING:
@@ -64,13 +63,6 @@ class PolicyLoss(NamedTuple):
     ratio: RatioStatistics
 
 
-@accepts_nested(
-    "tokens",
-    optional=("mask", "old_log_probs", "ref_log_probs", "token_weights", "rollout_log_probs"),
-    per_sequence="advantages",
-    over="tokens",
-    fields=("log_probs", "entropies"),
-)
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -209,7 +201,14 @@ def linear_policy_loss(
         torch.Size([100, 8])
     """
     _dispatch.check_flags(shift=shift, entropy=entropy)
-    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    packed = _nested.pack("hidden", hidden, offsets, like=tokens)
+    hidden, offsets = packed.values, packed.offsets
+    tokens, mask = packed.companion("tokens", tokens), packed.optional("mask", mask)
+    old_log_probs = packed.optional("old_log_probs", old_log_probs)
+    ref_log_probs = packed.optional("ref_log_probs", ref_log_probs)
+    token_weights = packed.optional("token_weights", token_weights)
+    rollout_log_probs = packed.optional("rollout_log_probs", rollout_log_probs)
+    advantages = packed.spread("advantages", advantages)
     surrogate, level, aggregation = losses.recipe_of(
         loss, ratio, aggregation, clip, dual_clip, kl_estimator
     )
@@ -217,12 +216,6 @@ def linear_policy_loss(
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     _rows.check_tokens(tokens, "hidden", head.hidden)
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
-    if (vocab_offset is None) != (vocab_group is None):
-        raise ValueError(
-            "vocab_offset, vocab_group: expected both for a sharded vocabulary, or none, got "
-            f"{vocab_offset!r} and {vocab_group!r}; pass the first class of this rank's shard and "
-            "the group of all shards"
-        )
     check_shard(vocab_offset, vocab_group)
     kl_coeff = _coefficient("kl_coeff", kl_coeff)
     entropy_coeff = _coefficient("entropy_coeff", entropy_coeff)
@@ -284,8 +277,8 @@ def linear_policy_loss(
         detached[0],
         _aggregated(share, kl),
         _aggregated(share, entropies),
-        log_probs,
-        entropies,
+        packed.result(log_probs),
+        packed.result(entropies),
         ratio_statistics(log_probs, batch, surrogate, level, sequences),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor
 
@@ -19,12 +18,12 @@ def cases(problem: Problem) -> Iterator[Case]:
     """The calls."""
     head, tokens = problem.head(), problem.tokens()
     options = {"shift": True, "kl_coeff": 0.1, "entropy_coeff": 0.1, "normalizer": 27.0}
-    log_probs: Any = linear_token_log_probs(
+    log_probs = linear_token_log_probs(
         *(head["hidden"], head["weight"], tokens),
         bias=head["bias"],
         shift=True,
         impl="reference",
-    )
+    ).log_probs
     # Near those of the policy, so that some ratios are clipped and others are not.
     old_log_probs = log_probs + 0.3 * problem.column()
     columns = {

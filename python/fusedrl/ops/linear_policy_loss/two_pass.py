@@ -15,7 +15,6 @@ from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Task, Terms
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Sequences, TermWeights
 from fusedrl.ops.linear_policy_loss.reference import policy_slopes, policy_terms
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs, reference
-from fusedrl.ops.token_log_probs import TokenLogProbs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,9 +34,8 @@ def corrected(
     if log_probs is None:
         with torch.no_grad():
             log_probs, _ = _log_probs(task._replace(entropy=False), vocab_offset, group)
-    weights, _ = importance_weights(
-        log_probs.flatten(), rollout_log_probs.flatten(), kept, offsets, **importance
-    )
+    flat = log_probs.flatten(), rollout_log_probs.flatten(), kept
+    weights, _ = importance_weights(*flat, offsets=offsets, **importance)
     share = task.weights.objective
     objective = torch.where(share != 0, share * weights.to(share).view(share.shape), 0)
     return task._replace(weights=task.weights._replace(objective=objective))
@@ -123,7 +121,4 @@ def _log_probs(
         vocab_offset=vocab_offset,
         vocab_group=group,
     )
-    if isinstance(result, TokenLogProbs):
-        return result.log_probs, result.entropy
-    assert isinstance(result, Tensor)
-    return result, None
+    return result.log_probs, result.entropy

@@ -2,75 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
-
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedrl.ops import _autograd, _dispatch, _head, _rows
-from fusedrl.ops._nested import accepts_nested
 from fusedrl.ops.linear_token_log_probs import autograd, reference
+from fusedrl.ops.linear_token_log_probs.arguments import check_shard, prepare
 from fusedrl.ops.linear_token_log_probs.shards import VocabPart
 from fusedrl.ops.token_log_probs import TokenLogProbs
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fusedrl.ops._options import LinearOptions
 
 __all__ = ["VocabPart", "linear_token_log_probs"]
 
 
-@overload
-def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None = None,
-    *,
-    vocab_offset: int,
-    vocab_group: None = None,
-    entropy: bool = False,
-    **options: Unpack[LinearOptions],
-) -> VocabPart: ...
-@overload
-def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None = None,
-    *,
-    vocab_offset: int | None = None,
-    vocab_group: ProcessGroup | None = None,
-    entropy: Literal[False] = False,
-    **options: Unpack[LinearOptions],
-) -> Tensor: ...
-@overload
-def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None = None,
-    *,
-    vocab_offset: int | None = None,
-    vocab_group: ProcessGroup | None = None,
-    entropy: Literal[True],
-    **options: Unpack[LinearOptions],
-) -> TokenLogProbs: ...
-@overload
-def linear_token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None = None,
-    *,
-    vocab_offset: int | None = None,
-    vocab_group: ProcessGroup | None = None,
-    entropy: bool,
-    **options: Unpack[LinearOptions],
-) -> Tensor | TokenLogProbs: ...
-@accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def linear_token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -88,7 +30,7 @@ def linear_token_log_probs(
     vocab_group: ProcessGroup | None = None,
     batch_invariant: bool = False,
     impl: str = "auto",
-) -> Tensor | TokenLogProbs | VocabPart:
+) -> TokenLogProbs:
     r"""Log-probability of each token under a softmax over a linear head's logits.
 
     With ``x = scale * (hidden @ weight.T + bias)``, ``x = softcap * tanh(x / softcap)`` where a
@@ -123,15 +65,14 @@ def linear_token_log_probs(
             Without it token *i* reads row *i*.
         temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor may change under
             ``torch.compile`` without a recompile. No gradient flows to it.
-        entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
+        entropy: also compute the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
         vocab_offset: the first class of ``weight`` and ``bias``, where these are a shard of a
             larger vocabulary; ``tokens`` are classes of the whole. A token in no shard gets
-            ``-inf``.
+            ``-inf``. It needs ``vocab_group``; :class:`VocabPart` is for shards without a group.
         vocab_group: the process group whose ranks hold the other shards. Every rank passes the
             same hidden states, and gets the log-probs over all classes and the whole gradient of
-            the hidden states. Without a group, ``vocab_offset`` makes the op return a
-            :class:`VocabPart`, which does not differentiate.
+            the hidden states.
         batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
             depend on the batch around it; slower where blocks are not full.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
@@ -139,8 +80,7 @@ def linear_token_log_probs(
             torch.
 
     Returns:
-        float32 log-probs shaped like ``tokens``, :class:`TokenLogProbs` with ``entropy=True``, or
-        a :class:`VocabPart`.
+        :class:`TokenLogProbs`, whose float32 tensors are shaped like ``tokens``.
 
     Raises:
         TypeError: a mask that is not bool, hidden states that are not floating point.
@@ -154,73 +94,20 @@ def linear_token_log_probs(
         >>> _ = torch.manual_seed(0)
         >>> hidden, weight = torch.randn(2, 5, 8), torch.randn(100, 8)
         >>> tokens = torch.randint(0, 100, (2, 5))
-        >>> log_probs = linear_token_log_probs(hidden, weight, tokens, shift=True)
+        >>> from_states = linear_token_log_probs(hidden, weight, tokens, shift=True)
         >>> from_logits = token_log_probs(hidden @ weight.T, tokens, shift=True)
-        >>> torch.allclose(log_probs, from_logits, atol=1e-5)
+        >>> torch.allclose(from_states.log_probs, from_logits.log_probs, atol=1e-5)
         True
     """
-    _dispatch.check_flags(shift=shift, entropy=entropy, batch_invariant=batch_invariant)
-    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
-    head = _head.prepare("", hidden, weight, bias, scale, softcap)
-    _rows.check_rows("hidden", head.hidden, offsets, shift)
-    _rows.check_tokens(tokens, "hidden", head.hidden)
-    _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     check_shard(vocab_offset, vocab_group)
-    chosen = _dispatch.choose(
-        impl,
-        "linear_token_log_probs",
-        head.hidden.device,
-        head.hidden.dtype,
-        triton=True,
+    call = prepare(
+        *(hidden, weight, tokens, mask, bias, softcap, scale, offsets, shift, temperature),
+        *(entropy, vocab_offset, batch_invariant, impl),
     )
-    divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
-    _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
-    if chosen == "reference":
-        _dispatch.check_without_kernel("vocab_offset", vocab_offset, None)
-        _dispatch.check_without_kernel("batch_invariant", batch_invariant, False)
-        log_probs, row_entropy = reference.linear_token_log_probs(
-            *(head, tokens, mask, offsets, shift, divisor, entropy)
-        )
-        return log_probs if row_entropy is None else TokenLogProbs(log_probs, row_entropy)
-    batch = (
-        tokens.to(torch.int64).contiguous(),
-        None if mask is None else mask.contiguous(),
-        None if offsets is None else offsets.to(torch.int64).contiguous(),
+    if call.chosen == "reference":
+        log_probs, row_entropy = reference.linear_token_log_probs(*call.of_reference)
+    else:
+        log_probs, row_entropy = autograd.run(call, vocab_group)
+    return TokenLogProbs(
+        call.batch.result(log_probs), call.batch.result(row_entropy) if entropy else None
     )
-    args = (
-        *(head.hidden, head.weight, head.bias, *batch, shift, divisor),
-        *(head.scale, head.softcap, entropy, vocab_offset, batch_invariant),
-    )
-    needs_grad = _autograd.needs_grad(
-        hidden=head.hidden, weight=head.weight, bias=head.bias, temperature=divisor
-    )
-    if vocab_offset is not None and vocab_group is None:
-        if needs_grad:
-            raise ValueError(
-                "vocab_group: expected the process group of the shards, as a VocabPart does not "
-                "differentiate, got None; pass it, or call under torch.no_grad()"
-            )
-        return VocabPart(autograd.statistics(chosen, args), divisor, entropy)
-    log_probs, row_entropy = autograd.run(chosen, vocab_group, args, needs_grad)
-    return TokenLogProbs(log_probs, row_entropy) if entropy else log_probs
-
-
-def check_shard(vocab_offset: int | None, vocab_group: ProcessGroup | None) -> None:
-    """Refuse a group without the first class of its shard, and what is no group or class."""
-    if vocab_offset is None:
-        if vocab_group is not None:
-            raise ValueError(
-                "vocab_offset: expected the first class of this rank's shard with vocab_group, got "
-                "None; pass how many classes the shards before it have"
-            )
-    elif type(vocab_offset) is bool or not isinstance(vocab_offset, int) or vocab_offset < 0:
-        raise ValueError(
-            f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
-            "pass how many classes the shards before this one have"
-        )
-    if vocab_group is not None and not isinstance(vocab_group, ProcessGroup):
-        raise TypeError(
-            "vocab_group: expected a torch.distributed.ProcessGroup, got "
-            f"{type(vocab_group).__name__}; pass torch.distributed.group.WORLD, or what "
-            "torch.distributed.new_group returns"
-        )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedrl.compat.torch import assert_on_device
 from fusedrl.ops import _autograd, _dispatch, _rounding, _stored
-from fusedrl.ops.linear_token_log_probs.shards import gathered
+from fusedrl.ops.linear_token_log_probs.arguments import Call
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def _statistics(
     return torch.ops.fusedrl.linear_token_log_probs(*args, most_bytes)
 
 
-def run(
-    chosen: str, group: ProcessGroup | None, args: tuple[Any, ...], needs_grad: bool
-) -> tuple[Tensor, Tensor]:
+def run(call: Call, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy over the classes of all ranks of the group."""
-    if needs_grad:
-        return _autograd.apply(_Autograd, chosen, group, *args)
-    return _finish(statistics(chosen, args), group, args)[:2]
+    if call.needs_grad:
+        return _autograd.apply(_Autograd, call.chosen, group, *call.args)
+    parts = statistics(call.chosen, call.args)
+    log_probs, row_entropy, _ = _finish(parts, group, call.args)
+    return log_probs, row_entropy
 
 
 def _finish(
@@ -46,6 +46,14 @@ def _finish(
     *_, temperature, _, _, entropy, _, _ = args
     all_parts = parts[None] if group is None else gathered(parts[None], group)
     return torch.ops.fusedrl.linear_token_log_probs_finish(all_parts, temperature, entropy)
+
+
+def gathered(statistics: Tensor, group: ProcessGroup) -> Tensor:
+    """The statistics ``[1, ..., 4]`` of every rank, ``[ranks, ..., 4]``."""
+    ranks = torch.distributed.get_world_size(group)
+    out = statistics.new_empty((ranks, *statistics.shape[1:]))
+    torch.distributed.all_gather(list(out.unbind()), statistics[0], group=group)
+    return out
 
 
 class _Autograd(torch.autograd.Function):

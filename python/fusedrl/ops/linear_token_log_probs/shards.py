@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from fusedrl.ops import _dispatch
+from fusedrl.ops.linear_token_log_probs import autograd
+from fusedrl.ops.linear_token_log_probs.arguments import check_first_class, prepare
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Softmax statistics of every token over the classes of one shard.
+    """Softmax statistics of every token over the classes of one shard; they do not differentiate.
 
     Args:
         statistics: float32 ``[..., 4]``, token by token: ``max``, the largest logit or one so near
@@ -26,13 +28,13 @@ class VocabPart:
 
     Example:
         >>> import torch
-        >>> from fusedrl import VocabPart, linear_token_log_probs
+        >>> from fusedrl import VocabPart
         >>> hidden, weight, tokens = torch.ones(2, 4), torch.zeros(10, 4), torch.tensor([1, 7])
         >>> parts = [
-        ...     linear_token_log_probs(hidden, weight[first:end], tokens, vocab_offset=first)
+        ...     VocabPart.of(hidden, weight[first:end], tokens, vocab_offset=first)
         ...     for first, end in ((0, 6), (6, 10))
         ... ]
-        >>> VocabPart.combine(parts).exp()
+        >>> VocabPart.combine(parts).log_probs.exp()
         tensor([0.1000, 0.1000])
     """
 
@@ -56,15 +58,50 @@ class VocabPart:
         return self.statistics[..., 3]
 
     @staticmethod
-    def combine(parts: Sequence[VocabPart]) -> Tensor | TokenLogProbs:
+    def of(
+        hidden: Tensor,
+        weight: Tensor,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        *,
+        vocab_offset: int,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        offsets: Tensor | None = None,
+        shift: bool = False,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        batch_invariant: bool = False,
+        impl: str = "auto",
+    ) -> VocabPart:
+        """The part of a shard whose first class is ``vocab_offset``.
+
+        The arguments are those of :func:`fusedrl.linear_token_log_probs`, and so are the errors.
+        """
+        check_first_class(vocab_offset)
+        call = prepare(
+            *(hidden, weight, tokens, mask, bias, softcap, scale, offsets, shift, temperature),
+            *(entropy, vocab_offset, batch_invariant, impl),
+        )
+        if call.needs_grad:
+            raise ValueError(
+                "hidden: expected inputs that require no gradient, as a VocabPart does not "
+                "differentiate, got some; call it under torch.no_grad(), or "
+                "linear_token_log_probs with the vocab_group of the shards"
+            )
+        return VocabPart(autograd.statistics(call.chosen, call.args), call.temperature, entropy)
+
+    @staticmethod
+    def combine(parts: Sequence[VocabPart]) -> TokenLogProbs:
         """Log-probs (and entropy) over all classes from the parts of every shard, in any order.
 
         Raises ``ValueError`` for no parts, or parts computed with different options.
         """
         if len(parts) == 0:
             raise ValueError(
-                "parts: expected the part of every shard, got none; call "
-                "linear_token_log_probs with each shard's vocab_offset"
+                "parts: expected the part of every shard, got none; call VocabPart.of with each "
+                "shard's vocab_offset"
             )
         first = parts[0]
         for i, part in enumerate(parts):
@@ -78,7 +115,7 @@ class VocabPart:
         log_probs, entropy, _ = torch.ops.fusedrl.linear_token_log_probs_finish(
             torch.stack([part.statistics for part in parts]), first.temperature, first.entropy
         )
-        return TokenLogProbs(log_probs, entropy) if first.entropy else log_probs
+        return TokenLogProbs(log_probs, entropy if first.entropy else None)
 
 
 def _check_temperature(i: int, temperature: Tensor, first: Tensor) -> None:
@@ -89,11 +126,3 @@ def _check_temperature(i: int, temperature: Tensor, first: Tensor) -> None:
             f"parts: expected all of temperature {first.item():g}, got {temperature.item():g} in "
             f"part {i}; compute every part with the same one"
         )
-
-
-def gathered(statistics: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """The statistics ``[1, ..., 4]`` of every rank, ``[ranks, ..., 4]``."""
-    ranks = torch.distributed.get_world_size(group)
-    out = statistics.new_empty((ranks, *statistics.shape[1:]))
-    torch.distributed.all_gather(list(out.unbind()), statistics[0], group=group)
-    return out

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from fusedrl.ops.cases import Case, Problem
 from fusedrl.ops.token_kl import ESTIMATORS, token_kl
@@ -26,8 +24,3 @@ def cases(problem: Problem) -> Iterator[Case]:
         yield Case(token_kl, estimator, columns, options)
         others = options | {"mask": mask, "coeff": torch.tensor(0.1)}
         yield Case(token_kl, f"{estimator} mask reward", columns | {"reward": reward}, others)
-    yield Case(_of_lists, "a list", columns, {"estimator": "k3"})
-
-
-def _of_lists(log_probs: Tensor, ref_log_probs: Tensor, **options: Any) -> list[Tensor]:
-    return token_kl(list(log_probs), list(ref_log_probs), **options)

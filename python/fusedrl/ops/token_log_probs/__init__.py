@@ -2,58 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _rows
-from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops import _autograd, _dispatch, _nested, _rows
 from fusedrl.ops.token_log_probs import reference
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fusedrl.ops._options import RowOptions
 
 __all__ = ["TokenLogProbs", "token_log_probs"]
 
 
 class TokenLogProbs(NamedTuple):
-    """Log-probabilities and entropies of tokens, in nats and float32, shaped like the tokens."""
+    """Log-probabilities and entropies of tokens, in nats and float32, shaped like the tokens.
+
+    The entropy is ``None`` where it was not asked for.
+    """
 
     log_probs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
 
 
-@overload
-def token_log_probs(
-    logits: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: Literal[False] = False,
-    **options: Unpack[RowOptions],
-) -> Tensor: ...
-@overload
-def token_log_probs(
-    logits: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: Literal[True],
-    **options: Unpack[RowOptions],
-) -> TokenLogProbs: ...
-@overload
-def token_log_probs(
-    logits: Tensor,
-    tokens: Tensor,
-    mask: Tensor | None = None,
-    *,
-    entropy: bool,
-    **options: Unpack[RowOptions],
-) -> Tensor | TokenLogProbs: ...
-@accepts_nested("tokens", over="tokens", fields=("log_probs", "entropy"))
 def token_log_probs(
     logits: Tensor,
     tokens: Tensor,
@@ -64,7 +33,7 @@ def token_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     impl: str = "auto",
-) -> Tensor | TokenLogProbs:
+) -> TokenLogProbs:
     r"""Log-probability of each token under a softmax over its logits.
 
     With ``z = logits / temperature``, the log-prob of token y is
@@ -87,14 +56,14 @@ def token_log_probs(
         temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor, on the CPU or beside
             the logits, may change under ``torch.compile`` without a recompile. No gradient flows to
             it.
-        entropy: also return the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
+        entropy: also compute the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
         impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
             ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
 
     Returns:
-        float32 log-probs shaped like ``tokens`` (jagged for jagged input), or
-        :class:`TokenLogProbs` with ``entropy=True``.
+        :class:`TokenLogProbs`, whose float32 tensors are shaped like ``tokens``, jagged for jagged
+        input.
 
     Raises:
         TypeError: a mask that is not bool, logits that are not floating point, a sparse tensor, a
@@ -110,15 +79,17 @@ def token_log_probs(
         >>> import torch
         >>> from fusedrl import token_log_probs
         >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0986123]])
-        >>> token_log_probs(logits, torch.tensor([0, 1])).exp()
+        >>> token_log_probs(logits, torch.tensor([0, 1])).log_probs.exp()
         tensor([0.5000, 0.7500])
         >>> # Two packed sequences of one token each: with shift, a first token has no prediction.
         >>> offsets = torch.tensor([0, 1, 2])
-        >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=offsets, shift=True)
+        >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=offsets, shift=True).log_probs
         tensor([0., 0.])
     """
     _dispatch.check_flags(shift=shift, entropy=entropy)
-    _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
+    batch = _nested.pack("logits", logits, offsets, like=tokens)
+    logits, offsets = batch.values, batch.offsets
+    tokens, mask = batch.companion("tokens", tokens), batch.optional("mask", mask)
     _rows.check_rows("logits", logits, offsets, shift)
     _rows.check_tokens(tokens, "logits", logits)
     _dispatch.check_mask(mask, tokens.shape, logits.device)
@@ -140,10 +111,7 @@ def token_log_probs(
             log_probs, row_entropy = _autograd.apply(_Autograd, *args)
         else:
             log_probs, row_entropy, _ = torch.ops.fusedrl.token_log_probs(*args)
-    if not entropy:
-        return log_probs
-    assert row_entropy is not None
-    return TokenLogProbs(log_probs, row_entropy)
+    return TokenLogProbs(batch.result(log_probs), batch.result(row_entropy) if entropy else None)
 
 
 def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

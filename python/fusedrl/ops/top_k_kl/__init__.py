@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _dispatch, _head, _rows
-from fusedrl.ops._nested import accepts_nested
+from fusedrl.ops import _dispatch, _head, _nested, _rows
 from fusedrl.ops.gathered import logits_of_head
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import token_log_probs
@@ -19,7 +18,6 @@ from fusedrl.ops.top_k_kl.teachers import Teacher
 __all__ = ["linear_top_k_kl", "top_k_kl"]
 
 
-@accepts_nested("ids", "teacher_log_probs")
 def top_k_kl(
     logits: Tensor,
     ids: Tensor,
@@ -104,7 +102,10 @@ def top_k_kl(
         tensor([0.0589])
     """
     _dispatch.check_flags(shift=shift)
-    _dispatch.check_tensor("logits", logits, _dispatch.DENSE, _dispatch.NESTED)
+    batch = _nested.pack("logits", logits, offsets)
+    logits, offsets = batch.values, batch.offsets
+    ids, mask = batch.companion("ids", ids), batch.optional("mask", mask)
+    teacher_log_probs = batch.companion("teacher_log_probs", teacher_log_probs)
     _rows.check_rows("logits", logits, offsets, shift)
     teacher = teachers.prepare(
         *(logits, "logits", logits.shape[-1], ids, teacher_log_probs, mask, offsets, shift),
@@ -114,11 +115,10 @@ def top_k_kl(
     gathered = logits[(*at, teacher.ids.flatten(0, -2).clamp(min=0))].view(ids.shape)
     likeliest, relative = _normalized(gathered.to(teacher.log_probs), teacher, temperature)
     options = {"offsets": offsets, "shift": shift, "temperature": temperature}
-    log_probs = token_log_probs(logits, likeliest, teacher.keep, **options)
-    return teachers.divergence(relative + log_probs[..., None], teacher)
+    found = token_log_probs(logits, likeliest, teacher.keep, **options)
+    return batch.result(teachers.divergence(relative + found.log_probs[..., None], teacher))
 
 
-@accepts_nested("ids", "teacher_log_probs")
 def linear_top_k_kl(
     hidden: Tensor,
     weight: Tensor,
@@ -182,7 +182,10 @@ def linear_top_k_kl(
         True
     """
     _dispatch.check_flags(shift=shift)
-    _dispatch.check_tensor("hidden", hidden, _dispatch.DENSE, _dispatch.NESTED)
+    batch = _nested.pack("hidden", hidden, offsets)
+    hidden, offsets = batch.values, batch.offsets
+    ids, mask = batch.companion("ids", ids), batch.optional("mask", mask)
+    teacher_log_probs = batch.companion("teacher_log_probs", teacher_log_probs)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     _rows.check_rows("hidden", head.hidden, offsets, shift)
     teacher = teachers.prepare(
@@ -194,7 +197,7 @@ def linear_top_k_kl(
     of_kept = logits_of_head(head, teacher.rows[kept // ids.shape[-1]], teacher.ids.flatten()[kept])
     gathered = of_kept.new_zeros(ids.numel()).index_put((kept,), of_kept).view(ids.shape)
     likeliest, relative = _normalized(gathered, teacher, temperature)
-    log_probs = linear_token_log_probs(
+    found = linear_token_log_probs(
         *(head.hidden, head.weight, likeliest, teacher.keep),
         bias=head.bias,
         softcap=softcap,
@@ -203,7 +206,7 @@ def linear_top_k_kl(
         shift=shift,
         temperature=temperature,
     )
-    return teachers.divergence(relative + log_probs[..., None], teacher)
+    return batch.result(teachers.divergence(relative + found.log_probs[..., None], teacher))
 
 
 def _normalized(
