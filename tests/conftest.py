@@ -44,7 +44,6 @@ LONGEST = (
     "test_sanitizers.py",
     "test_updaters.py",
     "test_verdicts.py",
-    "test_async_interrupts.py",
     "test_score_output.py",
 )
 

@@ -36,23 +36,21 @@ class BatchFacts:
 
     Args:
         collector: its ``policy_version`` is the newest one.
-        batch: the turns; ``None`` if they are elsewhere.
-        known: facts that need not be read.
+        batch: the turns.
     """
 
-    def __init__(self, collector: Any, batch: TensorDictBase | None, **known: Any) -> None:
+    def __init__(self, collector: Any, batch: TensorDictBase) -> None:
         self._collector, self._batch = collector, batch
-        vars(self).update(known)
 
     @cached_property
     def tokens(self) -> int | None:
         """The number of tokens in the responses, if there are any."""
-        return None if self._batch is None else response_tokens(self._batch)
+        return response_tokens(self._batch)
 
     @cached_property
     def oldest(self) -> Any:
         """The oldest version that a turn has; ``None`` if versions are not counted."""
-        if self._batch is None or not isinstance(self.newest, int):
+        if not isinstance(self.newest, int):
             return None
         return min(versions_in(self._batch))
 
