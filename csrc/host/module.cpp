@@ -52,8 +52,7 @@ py::list cpu_levels() {
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() =
-      "Torch-free bindings: the weight channel, the CUDA driver, CPU features, build facts.";
+  m.doc() = "Torch-free bindings: the weight channel, the CUDA driver, CPU features, build facts.";
   m.def("build_info", &build_info, "What the binaries were built for, as a dict of strings.");
   m.def("cpu_features", &cpu_features, "Vector instruction sets of this CPU, by name.");
   m.def(
