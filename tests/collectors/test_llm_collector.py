@@ -427,6 +427,24 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
     assert sorted(seen) == sorted(whole) and len(seen) == 8
 
 
+@pytest.mark.usefixtures("default_signals")
+def test_ctrl_c_waits_for_a_buffer(collect):
+    """Its cursor has moved before the turns are stored, so that a second try would leave a gap."""
+    done = SimpleNamespace()
+
+    class Interrupted(LazyStackStorage):
+        def set(self, *args, **options):
+            interrupt_once(None, done)
+            super().set(*args, **options)
+
+    buffer = ReplayBuffer(storage=Interrupted(20), batch_size=4)
+    iterator = iter(collect(replay_buffer=buffer, total_dialog_turns=12))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert list(iterator) == [None] * 3 and len(buffer) == 12
+    assert seen(buffer[:4]) == [100, 101, 100, 101]
+
+
 def test_next_goes_on_after_an_interrupt(collect):
     """A generator, as in torchrl, would have ended."""
     calls = []

@@ -86,6 +86,16 @@ def test_what_would_give_other_numbers_goes_a_slower_way(spoil, splits, together
         close(causal_log_probs(model, TOKENS, LENGTHS, MASK), expected)
 
 
+@torch.no_grad()
+def test_logits_that_depend_on_later_tokens_are_the_models_own():
+    """Nothing may be cut off behind the last token that counts."""
+    model = model_of("gemma3_text", use_bidirectional_attention=True)
+    mask = torch.zeros(len(TOKENS), dtype=torch.bool)
+    mask[[1, LENGTHS[0] // 2]] = True
+    expected = definition(model, TOKENS, LENGTHS, mask)
+    close(causal_log_probs(model, TOKENS, LENGTHS, mask), expected)
+
+
 @pytest.mark.parametrize("buffer", [False, True])
 @torch.no_grad()
 def test_what_a_model_learns_beside_its_decoder_and_head_counts(buffer):

@@ -349,7 +349,9 @@ def test_rollout_log_probs_weigh_the_objective(level, on_policy, loss):
     mine, grads = problem.run(rollout_log_probs=problem.ref, importance=importance, **options)
     log_probs = problem.run(**options)[0].log_probs if on_policy else problem.old
     kept = mask & torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
-    weights = importance_weights(log_probs, problem.ref, kept, OFFSETS, **importance).weights
+    weights = importance_weights(
+        log_probs, problem.ref, kept, offsets=OFFSETS, **importance
+    ).weights
     expected, other_grads = problem.run(token_weights=weights, **options)
     assert (weights[kept] != 1).all()
     torch.testing.assert_close(mine.loss, expected.loss)

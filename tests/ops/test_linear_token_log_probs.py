@@ -191,9 +191,10 @@ def test_padded_equals_packed_and_nested():
     )
     assert strided.layout == torch.strided
     assert torch.equal(torch.cat(strided.unbind()), packed)
-    both = run(*jagged_args, entropy=True)
+    more = {**options, "entropy": True}
+    both = linear_token_log_probs(jagged_args[0], weight, *jagged_args[1:], **more)
     assert isinstance(both, TokenLogProbs)
-    expected = run(flat, flat_tokens, keep, offsets=offsets, entropy=True)
+    expected = linear_token_log_probs(flat, weight, flat_tokens, keep, offsets=offsets, **more)
     assert torch.equal(both.log_probs.values(), expected.log_probs)
     assert torch.equal(both.entropy.values(), expected.entropy)
 

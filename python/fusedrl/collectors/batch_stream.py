@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.collectors.progress import BatchFacts
 from fusedrl.compat.torchrl import for_buffer
 
@@ -31,8 +32,8 @@ class BatchStream:
     """The batches of turns that run here, or of a worker.
 
     Ctrl-C changes nothing while this waits for a batch. After that, the batch is counted, and kept
-    until it is handed out, so that the next iteration goes on with it: Ctrl-C within its
-    preparation begins that again. Each batch is handed out once, to one of the threads that
+    until it is handed out, so that the next iteration goes on with it: after Ctrl-C within
+    ``postproc`` that begins again, and a buffer's ``extend`` is waited for. Each batch is handed out once, to one of the threads that
     iterate.
 
     Args:
@@ -101,7 +102,6 @@ class BatchStream:
             except Exception:
                 self._counted = None  # it would fail again
                 raise
-            self._counted = None
         return self.ready
 
     def _make_ready(self, counted: Any, advance: Advance) -> None:
@@ -111,12 +111,14 @@ class BatchStream:
         advance(facts)
         if drops:
             self.dropped += counted.batch.numel()
-        else:
-            self.ready = Ready(self._stored(counted.batch))
+            self._counted = None
+            return
+        batch = self._finished(counted.batch)
+        with interrupted_later():  # a buffer cannot go on with half of a batch
+            self.ready, self._counted = Ready(self._stored(batch)), None
 
     def _stored(self, batch: Any) -> Any:
         """A batch to hand out, or ``None`` once it is in the buffer."""
-        batch = self._finished(batch)
         if batch is None or self.buffer is None:
             return batch
         with self.storing:

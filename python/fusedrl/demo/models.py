@@ -133,8 +133,7 @@ def _train(
         mask = pad_sequence([torch.tensor(c.turns) >= 0 for c in batch], batch_first=True)
         # Causal attention and padding on the right: no kept token sees the padding.
         logits = model(input_ids=tokens, use_cache=False).logits
-        log_probs = token_log_probs(logits, tokens, mask, shift=True)
-        assert isinstance(log_probs, torch.Tensor)
+        log_probs = token_log_probs(logits, tokens, mask, shift=True).log_probs
         loss = -log_probs.sum() / mask.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -101,6 +101,8 @@ def _compare_parts(
         alone = [_logits(parts, run.entered[0]) for run in runs]
         if not all(0 < _peak(logits) < math.inf for logits in (runs[0].logits, *alone)):
             return not_its_head._replace(telling=False)
+        if not _agree(alone[0][:, :COMMON], alone[1][:, :COMMON], layers):
+            return Verdict(Way.ALONE, "its logits depend on later tokens", ahead=True)
         # Positions start again, and a token far ahead shows whether a call's length matters.
         packed = row_of([*rows, rows[0][:1]], laid_out([LENGTH, LENGTH, 1], [0, 0, 0]), device)
         packed["position_ids"][0, -1] = FAR if below is None else max(below - 1, 0)
@@ -164,9 +166,7 @@ class _AtHead(TorchFunctionMode):
         self.entered: list[Tensor] = []
         self.autocasts: list[torch.dtype | None] = []
         self.logits = torch.empty(0)
-        self.dtype = (
-            torch.float32
-        )  # of the weight as it is multiplied: ranks may gather it in another
+        self.dtype = torch.float32  # of the weight as it is multiplied, which ranks may convert
 
     @classmethod
     def run(cls, model: Callable[..., Any], parts: Parts, row: Tensor, peak: float) -> _AtHead:
