@@ -155,4 +155,4 @@ def check_versions(
     for batch in batches:
         recomputed.check(batch)
     assert recomputed.turns >= turns and len(recomputed.versions) > 10
-    assert recomputed.wrong == []
+    assert recomputed.wrong == [], recomputed.wrong
