@@ -198,7 +198,13 @@ def test_shards_combine_to_the_whole(impl):
     options = {"mask": mask, "temperature": 0.8, "impl": impl}
     whole = ours(hidden, weight, bias, tokens, **options)
     parts = [
-        ours(hidden, weight[first:end], bias[first:end], tokens, vocab_offset=first, **options)
+        VocabPart.of(
+            *(hidden, weight[first:end], tokens),
+            bias=bias[first:end],
+            vocab_offset=first,
+            entropy=True,
+            **options,
+        )
         for first, end in itertools.pairwise([0, 1000, 1001, 3000])
     ]
     for got, want in zip(VocabPart.combine(parts[::-1]), whole, strict=True):
