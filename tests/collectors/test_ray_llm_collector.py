@@ -86,7 +86,8 @@ def test_as_torchrls_with_chats_until_the_last_turn(collect):
     )
     env = partial(ray_dialogs.chat_env, tokenizer)
     collector = collect(env, policy=trained, total_dialog_turns=12)
-    assert isinstance(collector, TorchrlRayLLMCollector)
+    assert isinstance(collector, TorchrlRayLLMCollector) and len(collector) == 3
+    assert (collector.total_dialog_turns, collector.dialog_turns_per_batch) == (12, 4)
     versions, answers = [], []
     for batch in collector:
         flat = batch.reshape(-1)

@@ -152,11 +152,24 @@ class RayLLMCollector(_RayLLMCollector):
     def __init__(self, options: RayOptions) -> None:
         _start_ray(options.ray_init_config)
         self.sync_iter, self.replay_buffer = options.sync_iter, options.replay_buffer
+        # What torchrl's __len__ computes with; list() asks for a length.
+        self.total_frames = options.total_dialog_turns
+        self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self._pending: Any = None  # the reference to a batch that was not handed out yet
         seed = int(torch.randint(2**62, ()))
         self._collector = DialogActor.as_remote(options.of_ray()).remote(seed, **options.of_actor())
         self.remote_collectors = [self._collector]  # as RayRemoteWeightUpdater takes them
         self.closed = False
+
+    @property
+    def total_dialog_turns(self) -> int:
+        """Number of turns to run in all; -1 never ends."""
+        return self.total_frames
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Number of turns in a batch."""
+        return self.requested_frames_per_batch
 
     def __del__(self) -> None:
         """Nothing: an actor ends with its last handle, which another process may have."""
