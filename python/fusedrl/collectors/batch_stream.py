@@ -33,8 +33,8 @@ class BatchStream:
 
     Ctrl-C changes nothing while this waits for a batch. After that, the batch is counted, and kept
     until it is handed out, so that the next iteration goes on with it: after Ctrl-C within
-    ``postproc`` that begins again, and a buffer's ``extend`` is waited for. Each batch is handed out once, to one of the threads that
-    iterate.
+    ``postproc`` that begins again, and a buffer's ``extend`` is waited for. Each batch is handed
+    out once, to one of the threads that iterate.
 
     Args:
         collector: whose batches they are; it is not kept alive.

@@ -153,7 +153,8 @@ class RayLLMCollector(_RayLLMCollector):
         _start_ray(options.ray_init_config)
         self.sync_iter, self.replay_buffer = options.sync_iter, options.replay_buffer
         # What torchrl's __len__ computes with; list() asks for a length.
-        self.total_frames = options.total_dialog_turns
+        total: Any = options.total  # may be infinite
+        self.total_frames = total
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self._pending: Any = None  # the reference to a batch that was not handed out yet
         seed = int(torch.randint(2**62, ()))
@@ -162,8 +163,8 @@ class RayLLMCollector(_RayLLMCollector):
         self.closed = False
 
     @property
-    def total_dialog_turns(self) -> int:
-        """Number of turns to run in all; -1 never ends."""
+    def total_dialog_turns(self) -> float:
+        """Number of turns to run in all; infinite if they never end."""
         return self.total_frames
 
     @property
