@@ -122,7 +122,8 @@ class RayLLMCollector(_RayLLMCollector):
         num_cpus: number of CPUs of the actor, unless ``remote_config`` names it.
         num_gpus: number of GPUs of the actor, unless ``remote_config`` names it.
 
-    Further arguments are those of :class:`fusedrl.LLMCollector`, in the actor.
+    Further arguments are those of :class:`fusedrl.LLMCollector`, in the actor: its output has the
+    progress, and its log says what ``max_staleness`` drops.
 
     Raises:
         TypeError, ValueError: as for :class:`LLMCollector`, or a buffer of this process.
@@ -218,7 +219,10 @@ class RayLLMCollector(_RayLLMCollector):
         ray.get(self._collector.update_policy_weights_.remote(**(options | sent)))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the actor after its current turn, or kill it after ``timeout=10`` seconds."""
+        """End the actor, or kill it after ``timeout=10`` seconds.
+
+        It ends after its current turn, and with ``sync_iter=True`` after its current batch.
+        """
         import ray
         from ray.exceptions import RayActorError
 

@@ -44,8 +44,7 @@ class AsyncCollector(_AsyncCollector):
     It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Batches lie in
     memory that the worker wrote and that nobody copies; a batch that you keep stays as it is.
     Weights reach the worker through a :class:`fusedrl.WeightChannel`: an update returns at once,
-    and every batch computes with one whole version, the newest when it begins; with
-    ``collector_class=LLMCollector`` every turn does.
+    and every call of the policy computes with one whole version, the newest when it begins.
 
     Args:
         create_env_fn: a function that makes the environment, in the worker.
