@@ -102,9 +102,8 @@ def eager(job: Job) -> Tensor:
 def on_kept_rows(job: Job) -> Tensor:
     """Plain torch, on the logits of the kept rows alone."""
     rows = job.rows
-    log_probs = job.old_log_probs.flatten().index_copy(
-        0, rows, _log_probs(job.hidden.flatten(0, 1)[rows], job.weight, job.tokens.flatten()[rows])
-    )
+    kept = _log_probs(job.hidden.flatten(0, 1)[rows], job.weight, job.tokens.flatten()[rows])
+    log_probs = job.old_log_probs.to(kept).flatten().index_copy(0, rows, kept)
     return torch_loss(log_probs.view(job.tokens.shape), job)
 
 
