@@ -1,8 +1,7 @@
-"""What the kernel refuses is blamed on what it was."""
+"""What the kernel refuses is said as the kernel says it."""
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import socket
@@ -13,10 +12,9 @@ import pytest
 from channel_workers import publish
 from children import in_child
 
-from fusedrl import _host
 from fusedrl.channel import WeightChannel
 
-TOO_MANY = r"open files: expected fewer than this process's \d+ \(ulimit -n\), got all in use"
+TOO_MANY = "[Tt]oo many open files"
 
 
 @contextmanager
@@ -53,7 +51,7 @@ def test_too_many_open_files(channel, free):
 def test_too_many_open_files_at_either_end_of_a_socket(channel):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        with no_free_descriptors(), pytest.raises(RuntimeError, match=TOO_MANY):
+        with no_free_descriptors(), pytest.raises(OSError, match=TOO_MANY):
             channel.send_to(ours)
         channel.send_to(ours)
         with no_free_descriptors(), pytest.raises(RuntimeError, match=TOO_MANY):
@@ -78,44 +76,11 @@ def test_a_publisher_that_has_ended_and_one_that_has_closed(channel):
         handle = pipe.recv()
         child.kill()
         child.join()
-        with pytest.raises(
-            RuntimeError, match=rf"pid {child.pid}, seen by .*it has ended, or this"
-        ):
+        with pytest.raises(RuntimeError, match=rf"pid {child.pid} that runs.*No such file"):
             handle.open()
     channel.close()
-    with pytest.raises(RuntimeError, match="with its channel open, got a process of that pid"):
+    with pytest.raises(RuntimeError, match="has its channel open.*No such file"):
         channel.handle.open()
-
-
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (errno.ENFILE, r"fs\.file-max"),
-        (errno.EMFILE, "ulimit -n"),
-        (errno.EACCES, "of this user .*no access to /proc/.*send_to"),
-        (errno.EPERM, "of this user .*no access to /proc/.*send_to"),
-        (errno.ENOMEM, "room to map the channel.*vm.max_map_count"),
-        (errno.EIO, "got 'it is so'"),
-    ],
-)
-def test_each_refusal_of_an_open_has_its_remedy(channel, monkeypatch, number, message):
-    def refuse(*_: object) -> None:
-        raise OSError(number, "it is so")
-
-    monkeypatch.setattr(_host, "Reader", refuse)
-    with pytest.raises(RuntimeError, match=message) as error:
-        channel.handle.open()
-    assert isinstance(error.value.__cause__, OSError)
-
-
-@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOSPC, errno.EFBIG])
-def test_memory_that_is_refused_at_last_has_the_same_remedy(monkeypatch, number):
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(_host, "Publisher", refuse)
-    with pytest.raises(RuntimeError, match=r"room for 196608 bytes.*fewer slots.*bfloat16"):
-        WeightChannel.create(workers.weights_of(0))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -124,7 +89,7 @@ def test_a_publisher_of_another_user(channel):
 
     def open_it() -> None:
         os.setresuid(65534, 65534, 65534)
-        with pytest.raises(RuntimeError, match=r"of this user \(uid 65534\)"):
+        with pytest.raises(RuntimeError, match="of this user.*Permission denied"):
             channel.handle.open()
 
     assert in_child(open_it) == 0
@@ -139,7 +104,7 @@ def test_address_space_that_is_used_up(channel):
         try:
             channel.handle.open()
         except RuntimeError as error:
-            os._exit(0 if "ulimit -v" in str(error) else 1)
+            os._exit(0 if "Cannot allocate memory" in str(error) else 1)
         except MemoryError:
             os._exit(0)  # Python itself came first
         os._exit(2)

@@ -22,8 +22,7 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.limits import no_channel, reserve
-from fusedrl.channel.memory import FullError, Manifest, Memory
+from fusedrl.channel.memory import FullError, Manifest, Memory, reserve
 from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
@@ -438,12 +437,10 @@ class WeightChannel:
             socket: a connected Unix socket.
 
         Raises:
-            RuntimeError: the channel is closed, or this process has too many files open.
+            RuntimeError: the channel is closed.
+            OSError: this process has too many files open.
         """
-        try:
-            descriptor = self._end.share()
-        except OSError as error:
-            raise no_channel(error, 0, "") from error
+        descriptor = self._end.share()
         try:
             sockets.send_fds(socket, [b"\0"], [descriptor])
         finally:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusedrl import _host
-from fusedrl.channel.limits import no_descriptor, no_reader
 
 if TYPE_CHECKING:
     from fusedrl.channel.reader import WeightReader
@@ -43,10 +42,9 @@ class WeightHandle:
         if socket is None:
             return self._reader(self.pid, self.fd)
         data, descriptors, flags, _ = sockets.recv_fds(socket, 1, 1)
-        if not descriptors and flags & sockets.MSG_CTRUNC:
-            raise RuntimeError(no_descriptor())
         if not descriptors:
-            got = "no file" if data else "its end"
+            cut = flags & sockets.MSG_CTRUNC
+            got = "too many open files" if cut else "no file" if data else "its end"
             raise RuntimeError(
                 "socket: expected the channel's file from WeightChannel.send_to, got "
                 f"{got}; call send_to on the other end"
@@ -68,7 +66,12 @@ class WeightHandle:
                 "create the channel with more"
             ) from None
         except OSError as error:
-            raise no_reader(error, self.pid) from error
+            raise RuntimeError(
+                f"handle: expected a publisher with pid {self.pid} that runs, has its channel open, "
+                f"is of this user and seen by this process, got '{error.strerror}'; take a new "
+                "handle from a publisher that runs, or, between containers, pass the channel with "
+                "WeightChannel.send_to and open(socket)"
+            ) from error
         except ValueError as error:
             raise RuntimeError(
                 f"handle: expected a running publisher with pid {self.pid}, of this session, got "
