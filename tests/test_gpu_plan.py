@@ -298,14 +298,14 @@ def test_the_profiler_counts_the_last_launch_of_each_kernel(machine, first):
 )
 def test_what_tests_may_say(machine, says, outcome):
     machine.tool("python", says)
-    machine.follow(10, {"graphs": 1.0 if "sleep" in says else 60.0}, only="graphs")
+    machine.follow(10, {"graphs": 5.0 if "sleep" in says else 60.0}, only="graphs")
     assert outcome in machine.steps()["graphs"][1]
 
 
 def test_tests_are_asked_to_tell_of_failures_before_they_are_killed(machine):
     says = "trap 'echo the traceback; exit 2' INT; echo 'tests/a.py::b FAILED [ 1%]'"
     machine.tool("python", f"{says}; while true; do sleep 0.02; done")
-    machine.follow(10, {"graphs": 1.0}, only="graphs")
+    machine.follow(10, {"graphs": 5.0}, only="graphs")
     assert machine.steps()["graphs"] == (
         "failed",
         "1 of 1 tests, tests/a.py::b first; not done in its time: the traceback",

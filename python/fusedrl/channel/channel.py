@@ -22,7 +22,7 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import FullError, Manifest, Memory, reserve
+from fusedrl.channel.memory import FullError, Manifest, Memory
 from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
@@ -31,6 +31,7 @@ from fusedrl.channel.rendezvous import (
     publish_together,
     rendezvous_of,
 )
+from fusedrl.channel.reservation import reserve
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
 
 # Seconds within which the death of a reader is noticed.

@@ -67,9 +67,9 @@ class WeightHandle:
             ) from None
         except OSError as error:
             raise RuntimeError(
-                f"handle: expected a publisher with pid {self.pid} that runs, has its channel open, "
-                f"is of this user and seen by this process, got '{error.strerror}'; take a new "
-                "handle from a publisher that runs, or, between containers, pass the channel with "
+                f"handle: expected a running publisher with pid {self.pid}, with its channel open, "
+                f"of this user and seen by this process, got '{error.strerror}'; take a new handle "
+                "from a publisher that runs, or, between containers, pass the channel with "
                 "WeightChannel.send_to and open(socket)"
             ) from error
         except ValueError as error:
