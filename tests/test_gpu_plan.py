@@ -298,7 +298,7 @@ def test_the_profiler_counts_the_last_launch_of_each_kernel(machine, first):
 )
 def test_what_tests_may_say(machine, says, outcome):
     machine.tool("python", says)
-    machine.follow(10, {"graphs": 5.0 if "sleep" in says else 60.0}, only="graphs")
+    machine.follow(10, {"graphs": 5.0}, only="graphs")
     assert outcome in machine.steps()["graphs"][1]
 
 

@@ -384,7 +384,7 @@ def test_every_benchmark_can_be_named():
 
 @pytest.mark.parametrize("name", modules())
 def test_ours_run_in_every_benchmark(name):
-    """And the truth, in the setting of each op that a quick run measures; if slow, in one."""
+    """Once, with the truth, in each op's setting of a quick run; in one setting if slow."""
     module = importlib.import_module(f"fusedrl.benchmarks.bench_{name}")
     usable = set(peers.MODULES) - peers.absent("cpu", False).keys()
     seen = set()

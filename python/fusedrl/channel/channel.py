@@ -172,9 +172,7 @@ class WeightChannel:
             TypeError: weights without plain bytes: quantised, sharded by others than torch, sparse
                 or on meta.
             TimeoutError: other ranks of a sharded model do not call this; the message names them.
-            RuntimeError: the memory cannot be reserved, because this machine, a control group or a
-                limit of this process leaves too little. The message says how much is free and which
-                of them it is.
+            RuntimeError: the kernel refuses the memory; the message says how much was wanted.
         """
         count("slots", slots, 2, 64)
         if dtype is not None and not isinstance(dtype, torch.dtype):

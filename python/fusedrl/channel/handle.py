@@ -37,7 +37,7 @@ class WeightHandle:
         Raises:
             RuntimeError: the publisher is gone or has another version of this package, this process
                 cannot see it or may not, the channel has ``max_readers`` readers, or this process
-                has too many open files. The message says which.
+                has too many open files. The message has the kernel's reason.
         """
         if socket is None:
             return self._reader(self.pid, self.fd)
