@@ -144,7 +144,7 @@ class TestRefused:
         with WeightChannel.create(model) as channel:
             weights = EngineWeights(channel, llm)
             channel.publish()
-        with pytest.raises(Exception, match="closed"):
+        with pytest.raises(Exception, match="with its channel open"):
             weights._updates.load(1)
 
     def test_a_version_that_never_comes(self, llm, model):
