@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,9 @@ LONGEST = (
     "test_score_output.py",
 )
 
+# Cases up to which a test runs all of them.
+WHOLE_GRID = 12
+
 
 def group_of(nodeid: str) -> str:
     """What one process runs: a file, or all ``test_ray*.py``.
@@ -57,7 +62,40 @@ def group_of(nodeid: str) -> str:
     return "ray" if Path(file).name.startswith("test_ray") else file
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--grids", action="store_true", help="run every case of every grid")
+
+
+def pairwise(cases: list[Any]) -> list[Any]:
+    """A choice of a test's cases in which each pair of parameters' values occurs.
+
+    Greedy, and the same in each run; where a test has one parameter, these are all of its cases.
+    """
+    values = [sorted((name, id(value)) for name, value in c.callspec.params.items()) for c in cases]
+    pairs = [set(combinations(of, min(2, len(of)))) for of in values]
+    left, missing, chosen = list(range(len(cases))), set().union(*pairs), []
+    random.Random(cases[0].originalname).shuffle(left)  # cases side by side share most pairs
+    while missing:
+        best = max(left, key=lambda i: len(pairs[i] & missing))
+        left.remove(best)
+        missing -= pairs[best]
+        chosen.append(best)
+    return [cases[i] for i in sorted(chosen)]
+
+
+@pytest.hookimpl(trylast=True)  # behind what `-m` leaves out, which must not be what a choice is of
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    grids = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not config.getoption("grids"):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    dropped = set()
+    for cases in grids.values():
+        if len(cases) > WHOLE_GRID:
+            dropped.update(set(cases) - set(pairwise(cases)))
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = [item for item in items if item not in dropped]
+
     def rank(item: pytest.Item) -> int:
         group = Path(group_of(item.nodeid)).name
         return LONGEST.index(group) if group in LONGEST else len(LONGEST)
