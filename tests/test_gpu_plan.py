@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import programs
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "benchmarks")
@@ -156,6 +158,7 @@ TOOLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("step", TOOLS)
 def test_a_step_costs_no_more_than_its_time_and_a_bounded_log(machine, step, fault):
@@ -186,12 +189,6 @@ def started_by_steps() -> list[str]:
             if f"FUSEDRL_GPU_STEP={os.getpid()}-".encode() in path.read_bytes():
                 found.append((path.parent / "cmdline").read_text())
     return found
-
-
-def test_what_is_left_over_goes_to_the_last_step(machine):
-    assert machine.follow(3) == 0
-    left = machine.to.deadline - time.monotonic()
-    assert left > sum(step.seconds for step in gpu.PLANS[3]) - 60
 
 
 def test_a_build_that_fails_stops_everything(machine):
@@ -229,6 +226,7 @@ def test_tools_that_are_not_there_are_skipped(machine):
     assert machine.steps()["ncu"] == ("skipped", "ncu is not on PATH")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("says", "outcome"),
     [
@@ -251,13 +249,6 @@ def test_what_the_sanitizer_may_say(machine, says, outcome):
     machine.tool("compute-sanitizer", says)
     assert machine.follow(3, {"racecheck": 1.0}, only="racecheck") == int(outcome[0] == "failed")
     assert machine.steps()["racecheck"] == outcome
-
-
-def test_the_sanitizer_runs_the_main_ops(machine):
-    machine.tool("compute-sanitizer", 'echo "$@"')
-    machine.follow(3, only="memcheck")
-    assert "--tool memcheck" in machine.log
-    assert f"small {' '.join(gpu.HEADLINES)} --device cuda --tiny" in machine.log
 
 
 @pytest.mark.parametrize(
@@ -286,6 +277,7 @@ def test_the_profiler_counts_the_last_launch_of_each_kernel(machine, first):
     assert record["counted"] == dict.fromkeys(gpu.COUNTED, counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("says", "outcome"),
     [
@@ -302,16 +294,6 @@ def test_what_tests_may_say(machine, says, outcome):
     assert outcome in machine.steps()["graphs"][1]
 
 
-def test_tests_are_asked_to_tell_of_failures_before_they_are_killed(machine):
-    says = "trap 'echo the traceback; exit 2' INT; echo 'tests/a.py::b FAILED [ 1%]'"
-    machine.tool("python", f"{says}; while true; do sleep 0.02; done")
-    machine.follow(10, {"graphs": 5.0}, only="graphs")
-    assert machine.steps()["graphs"] == (
-        "failed",
-        "1 of 1 tests, tests/a.py::b first; not done in its time: the traceback",
-    )
-
-
 def test_tiles_are_swept_for_the_ops_that_they_matter_to(machine):
     assert machine.follow(3, only="sweep") == 0
     for variant in gpu.VARIANTS:
@@ -323,13 +305,6 @@ def test_tiles_are_swept_for_the_ops_that_they_matter_to(machine):
     assert {x.parent.name for x in machine.to.built.glob("*/csrc/*/cuda.cu")} == set(gpu.SWEPT)
 
 
-def test_a_variant_that_is_not_built_is_not_measured(machine):
-    machine.tool("cmake", f'case "$*" in *=256*) exit 1;; esac\n{CMAKE}')
-    assert machine.follow(3, only="sweep") == 1
-    assert machine.steps()["sweep"] == ("failed", "TileElements=256: no library")
-    assert "--variant TileElements=128" in machine.log
-
-
 def test_an_error_of_a_step_is_one_of_that_step(machine):
     (machine.tools / "ncu").write_text("no program")
     assert machine.follow(10) == 1
@@ -338,6 +313,7 @@ def test_an_error_of_a_step_is_one_of_that_step(machine):
     assert machine.steps()["graphs"][0] == "passed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_kill_leaves_whole_lines_and_ends_what_runs(machine, number):
     pid = machine.to.out / "pid"
@@ -368,16 +344,8 @@ def wait_until(condition) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "refused"),
-    [([], "--rehearse does without"), (["--rehearse"], "a Python without fusedrl")],
+    "beside", ["nothing", *(pytest.param(x, marks=pytest.mark.slow) for x in ("torch", "peers"))]
 )
-def test_what_would_tell_nothing_is_refused(machine, options, refused):
-    done = programs.python(SCRIPT, "--out", machine.to.out, *options)
-    assert done.returncode == 2 and refused in done.stderr
-    assert not machine.to.results.exists()
-
-
-@pytest.mark.parametrize("beside", ["nothing", "torch", "peers"])
 def test_jobs_are_measured_beside_others(machine, beside):
     jobs = gpu_jobs.JOBS if beside == "nothing" else gpu_jobs.HEADLINES
     arguments = (*jobs, "--beside", beside, "--device", "cpu", "--tiny")

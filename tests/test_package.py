@@ -30,11 +30,13 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.heavy
 def test_import_loads_nothing_heavy():
     heavy = {"torch", "numpy", "tensordict", "torchrl", "transformers", "triton"}
     assert not heavy & modules_after("import fusedrl")
 
 
+@pytest.mark.heavy
 def test_ops_load_torch_alone():
     loaded = modules_after("from fusedrl import token_kl, token_log_probs")
     assert "torch" in loaded
@@ -53,6 +55,7 @@ def test_unknown_name_is_refused():
         _ = fusedrl.token_lk
 
 
+@pytest.mark.heavy
 def test_a_traceback_suggests_the_nearest_public_name():
     command = [sys.executable, "-c", "import fusedrl; fusedrl.patch_torchlr"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

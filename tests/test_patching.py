@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
 import logging
 import pickle
 import re
@@ -195,49 +193,7 @@ def test_other_packages_are_reported_and_left_alone(toys, better):
         assert ("user", "Mine") in again.held
 
 
-def test_a_module_whose_name_only_begins_alike_is_another_package(toys, better, monkeypatch):
-    other = ModuleType("toystore")
-    other.Thing = toys.Toy
-    monkeypatch.setitem(sys.modules, "toystore", other)
-    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
-        assert other.Thing is not better
-        assert ("toystore", "Thing") in report.held
-
-
-def test_a_module_that_was_known_under_another_name_before_is_patched(toys, better, monkeypatch):
-    shelf = sys.modules.pop("toys.shelf")
-    monkeypatch.setitem(sys.modules, "old_shelf", shelf)
-    sys.modules["toys.shelf"] = shelf
-    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
-        assert shelf.Thing is better
-        assert ("old_shelf", "Thing") not in report.held
-
-
-class _Odd(ModuleType):
-    def __getattribute__(self, name: str):
-        raise RuntimeError(f"looked up {name}")
-
-
-class _Pretender:
-    def __getattr__(self, name: str):
-        raise RuntimeError(f"looked up {name}")
-
-
-def test_odd_modules_are_not_disturbed(toys, better, monkeypatch):
-    spec = importlib.util.find_spec("this")
-    assert spec is not None and spec.loader is not None
-    loader = importlib.util.LazyLoader(spec.loader)
-    lazy = importlib.util.module_from_spec(spec)
-    loader.exec_module(lazy)
-    odd = {"toys.odd": _Odd("toys.odd"), "toys.none": None, "odd": _Pretender(), "this": lazy}
-    for name, module in odd.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:
-        assert len(report) == 3
-    assert type(lazy) is not ModuleType  # it becomes one when it is loaded
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_instances_of_the_old_class_pickle_under_the_patch(toys, better, protocol):
     old_class = toys.Toy
     instance = old_class(7)
@@ -255,6 +211,7 @@ def test_instances_of_the_old_class_pickle_under_the_patch(toys, better, protoco
     assert pickle.dumps(instance, protocol) == before
 
 
+@pytest.mark.heavy
 def test_threads_that_patch_at_once_do_not_meet(toys, better, caplog):
     before = snapshot()
     errors = []
@@ -279,15 +236,6 @@ def test_threads_that_patch_at_once_do_not_meet(toys, better, caplog):
         sys.setswitchinterval(interval)
     assert errors == [] and snapshot() == before and not patching._originals
     assert caplog.text == ""  # nobody found a global changed by another
-
-
-def test_the_home_module_is_imported(toys, better, monkeypatch, tmp_path):
-    (tmp_path / "freshly_imported.py").write_text("class Thing: pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.invalidate_caches()
-    with replace("freshly_imported", [Replacement("freshly_imported", "Thing", better)]) as report:
-        assert sys.modules["freshly_imported"].Thing is better and len(report) == 1
-    del sys.modules["freshly_imported"]
 
 
 @pytest.fixture
@@ -345,13 +293,6 @@ def test_a_name_that_is_mistyped_is_told_the_nearest(name, nearest):
     told = f"got '{name}'; did you mean '{nearest}'? Or leave names out to replace all of them"
     with pytest.raises(ValueError, match=re.escape(told)):
         patching.chosen_of(["KLComputation", name], ["KLComputation", "RetrieveKL", "GRPOLoss"])
-
-
-@pytest.mark.parametrize("name", ["something else", 3, None])
-def test_a_name_that_is_like_none_is_refused(name):
-    told = f"names: expected some of A, B, got {name!r}; leave names out to replace all of them"
-    with pytest.raises(ValueError, match=re.escape(told)):
-        patching.chosen_of([name], ["A", "B"])
 
 
 def test_names_are_chosen_once_each_and_all_by_default():

@@ -21,9 +21,10 @@ CHECKS = ROOT / "tests/ptx"
 OPS = sorted(path.parent.name for path in (ROOT / "csrc").glob("*/cuda.cu"))
 COMPILER = shutil.which("g++")
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or COMPILER is None, reason="needs g++ on Linux"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux" or COMPILER is None, reason="needs g++ on Linux"),
+]
 
 
 class Built(NamedTuple):

@@ -19,6 +19,8 @@ from triton.runtime.driver import driver  # noqa: E402
 
 from fusedrl.ops.linear_token_log_probs import triton as ours  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURE = 80
 FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}  # of arguments; the others are addresses
 

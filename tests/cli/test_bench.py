@@ -6,10 +6,7 @@ import gc
 import importlib
 import json
 import re
-import signal
 import sys
-import time
-import warnings
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +18,6 @@ from programs import python
 pytest.importorskip("matplotlib", reason='needs pip install "fusedrl[bench]"')
 
 from fusedrl.benchmarks import (
-    bench_channel,
     bench_exact_kl,
     bench_linear_token_log_probs,
     bench_token_kl,
@@ -29,7 +25,9 @@ from fusedrl.benchmarks import (
     peers,
 )
 
-from fusedrl.cli import alive, bench, main
+from fusedrl.cli import bench, main
+
+pytestmark = pytest.mark.heavy
 
 NUMBERS = torch.linspace(0, 1, 1000)
 
@@ -124,12 +122,6 @@ def test_a_peer_that_raises_is_reported_and_stops_nothing(run, capsys):
     assert "peer: failed: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
-def test_what_is_measured_on_the_host_is_skipped_on_other_devices():
-    everything = set(peers.MODULES)
-    [skipped] = harness.cases_of(bench_channel, "cuda", True, everything)
-    assert skipped == harness.Skipped("channel", "is measured with --device cpu")
-
-
 def test_ours_that_raises_is_a_failure_and_the_next_of_ours_is_compared(run):
     status, results = run({"torch": double, "fusedrl a": fails, "fusedrl b": double}, truth=exact)
     assert status == 1
@@ -161,27 +153,6 @@ def test_what_is_not_installed_is_listed_as_absent(run, monkeypatch, capsys):
     assert "Liger: absent: no_such_module is not installed" in capsys.readouterr().out
 
 
-def test_rows_are_printed_before_the_next_case_is_measured(run, monkeypatch, capsys):
-    monkeypatch.delenv("COLUMNS", raising=False)  # which other tests' terminals have
-    shown = []
-
-    def case(name, seen):
-        def look(x):
-            shown.append(capsys.readouterr().out)
-            return double(x)
-
-        contenders = {"fusedrl": look if seen else double}
-        return harness.Case(name, "1000", contenders, lambda: NUMBERS, truth=exact)
-
-    cases = [case("doubling", False), case("doubling again", True)]
-    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: iter(cases))
-    status, _ = run(None)
-    assert status == 0
-    before = shown[0].partition("doubling again")[0].splitlines()
-    (line,) = (line for line in before if line.startswith("  fusedrl"))
-    assert line.split()[0] == "fusedrl" and "0.0e+00" in line.split()  # its error
-
-
 def test_without_matplotlib_it_measures_and_draws_nothing(run, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "fusedrl.benchmarks.plots", raising=False)
@@ -190,100 +161,6 @@ def test_without_matplotlib_it_measures_and_draws_nothing(run, monkeypatch, caps
     assert not (tmp_path / "bench.png").exists()
     said = capsys.readouterr().out
     assert re.search(r'bench.png: not drawn: needs matplotlib: pip install "matplotlib', said)
-
-
-def test_plots_that_were_asked_for_are_refused_without_matplotlib(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "fusedrl.benchmarks.plots", raising=False)
-    monkeypatch.setattr(harness, "copy_bandwidth", fails)
-    assert main(["bench", "--out", str(tmp_path), "--plots", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("bench: needs matplotlib: pip install ")
-
-
-def test_what_the_figures_mean_is_printed_below_them(run, capsys):
-    run({"torch": double, "fusedrl": double}, truth=exact)
-    said = capsys.readouterr().out
-    assert "speed-up: the contender's time over that of fusedrl" in said
-    assert "of ceiling: the share of the rate of a bare copy" in said
-
-
-@pytest.mark.parametrize("columns", [60, 130])
-def test_lines_fit_the_terminal(run, monkeypatch, capsys, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-
-    def long_name(x):
-        return 2 * x
-
-    def wrong(x):
-        return 3 * x
-
-    names = {"a contender with a very long name": long_name, "torch": double, "fusedrl": wrong}
-    run(names, truth=exact, work=8000)
-    said = capsys.readouterr().out
-    table = said[said.index("contender") : said.index("speed-up: ")].splitlines()
-    assert max(map(len, table)) <= columns
-    assert re.search(r"a wrong answer|\bno$", said, re.MULTILINE)
-
-
-def test_a_rate_above_the_ceiling_is_no_share_of_it(run, capsys):
-    _, results = run({"fusedrl": double}, truth=exact, work=1e15)
-    assert rows(results)["fusedrl"]["fraction"] > 1
-    assert "%" not in capsys.readouterr().out
-
-
-def test_a_warning_stands_below_the_table_once(run, capsys):
-    def warning(x):
-        warnings.warn("mind the gap")
-        return 2 * x
-
-    run({"torch": warning, "fusedrl": double}, truth=exact)
-    printed = capsys.readouterr()
-    assert printed.out.count("UserWarning: mind the gap") == 1
-    assert printed.out.index("mind the gap") > printed.out.index("speed-up: ")
-    assert "mind the gap" not in printed.err
-
-
-def test_a_result_that_replaces_another_says_so(run, capsys, tmp_path):
-    run({"fusedrl": double}, truth=exact)
-    assert "replacing" not in capsys.readouterr().out
-    run({"fusedrl": double}, truth=exact)
-    assert f"replacing the earlier results in {tmp_path / 'bench.json'}" in capsys.readouterr().out
-
-
-def test_a_log_without_a_terminal_is_told_that_work_goes_on(run, monkeypatch, capsys):
-    monkeypatch.setattr(alive, "EVERY", 0.05)
-
-    def slow(x):
-        time.sleep(0.3)
-        return 2 * x
-
-    run({"fusedrl": slow}, truth=exact)
-    assert re.search(
-        r"^bench: measuring \w+ \w+, running for \d+ s$", capsys.readouterr().err, re.M
-    )
-
-
-def test_sigterm_keeps_what_was_measured(run, monkeypatch, capsys):
-    def ended(x):
-        signal.raise_signal(signal.SIGTERM)
-
-    cases = [
-        harness.Case(op, "1000", {"fusedrl": ours}, lambda: NUMBERS, truth=exact)
-        for op, ours in (("doubling", double), ("tripling", ended))
-    ]
-    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: iter(cases))
-    status, results = run(None)
-    assert status == 128 + signal.SIGTERM
-    assert {row["op"] for row in results["rows"]} == {"doubling"}
-    assert results["interrupted"] == "tripling 1000"
-    assert "interrupted in tripling 1000" in capsys.readouterr().out
-
-
-def test_a_peer_that_runs_in_part_says_what_does_not():
-    if not peers.is_installed(peers.LIGER):
-        pytest.skip("needs liger_kernel")
-    why = peers.absent("cpu", True)[peers.LIGER]
-    assert why == "its Triton kernels need a CUDA device, and this run is on cpu"
 
 
 @pytest.mark.parametrize("plots", [False, True], ids=["", "plots"])
@@ -320,15 +197,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
     assert capsys.readouterr().err == expected
 
 
-def test_an_interrupt_before_the_first_row_is_one_too(run, monkeypatch):
-    def cases(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench_token_kl, "cases", cases)
-    status, results = run(None)
-    assert (status, results["rows"], results["interrupted"]) == (130, [], "the preparation")
-
-
 def many(op="doubling"):
     return iter(
         harness.Case(op, str(n), {"fusedrl": double}, lambda: NUMBERS, truth=exact)
@@ -347,23 +215,6 @@ def test_a_quick_run_measures_one_setting_of_each_op(run, monkeypatch):
     assert len(run(None, *options)[1]["rows"]) == 10
 
 
-def test_a_quick_run_ends_when_its_time_is_up(run, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "QUICK_LIMIT", -1.0)
-    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: many())
-    status, results = run(None, "--quick")
-    assert (status, results["rows"], results["failed"]) == (0, [], {})
-    assert results["skipped"] == {"the rest": "not started: -1 s were over"}
-
-
-def test_a_quick_run_names_what_it_leaves_out(monkeypatch, tmp_path):
-    monkeypatch.setattr(harness, "copy_bandwidth", lambda device: 2e9)
-    monkeypatch.setattr(bench, "OPS", ("token_kl", "grpo_step"))
-    monkeypatch.setattr(bench_token_kl, "cases", lambda *_: iter(()))
-    assert main(["bench", "--quick", "--out", str(tmp_path)]) == 0
-    skipped = json.loads((tmp_path / "bench.json").read_text())["skipped"]
-    assert skipped.keys() == set(bench.NOT_QUICK)
-
-
 def test_no_case_is_started_when_the_time_is_up(run):
     status, results = run({"fusedrl": double}, "--limit", "0", truth=exact)
     assert status == 0
@@ -375,7 +226,8 @@ def modules():
     """Every benchmark of the folder; those that start processes or train are slow."""
     for path in sorted(Path(harness.__file__).parent.glob("bench_*.py")):
         name = path.stem.removeprefix("bench_")
-        yield pytest.param(name, marks=pytest.mark.slow if name in bench.NOT_QUICK else ())
+        long = name in (*bench.NOT_QUICK, "channel")
+        yield pytest.param(name, marks=pytest.mark.slow if long else ())
 
 
 def test_every_benchmark_can_be_named():
@@ -445,31 +297,6 @@ def test_nothing_stays_frozen_when_a_case_ends():
         with suppress(RuntimeError):
             harness.measure(case, 0.001)
         assert gc.get_freeze_count() == 0
-
-
-def test_triton_has_nothing_to_list_at_the_end_of_a_run():
-    """Its bindings name on stderr every object that outlives the interpreter."""
-    pytest.importorskip("triton")
-    program = """
-import torch, triton
-from fusedrl.benchmarks import harness
-case = harness.Case("op", "1", {"fusedrl": abs}, lambda: torch.ones(1))
-print(harness.measure(case, 0.001)[0].failed)
-"""
-    done = python("-c", program, taken_apart=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
-
-
-def test_a_result_that_cannot_be_written_is_named(run, tmp_path, capsys):
-    _, first = run({"fusedrl": double})
-    where = tmp_path / "bench.json.unfinished"
-    where.mkdir()
-    capsys.readouterr()
-    assert run({"fusedrl": double}) == (2, first)
-    printed = capsys.readouterr()
-    assert "doubling: medians" in printed.out
-    expected = f"bench: cannot write {where}: Is a directory; make room there, or name another"
-    assert printed.err == f"{expected} folder\n"
 
 
 def test_a_full_disk_keeps_the_last_whole_results(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason='needs pip install "fusedrl[bench]"')
 
-from fusedrl.benchmarks import headlines, plots, results
+from fusedrl.benchmarks import headlines, results
 from fusedrl.benchmarks.harness import Row
 
 from fusedrl.cli import main
@@ -70,15 +70,6 @@ def test_a_stored_file_is_drawn_for_light_and_for_dark_pages(tmp_path, capsys):
     assert "wrote 4 plots" in capsys.readouterr().out
 
 
-def test_the_same_results_give_the_same_file(tmp_path):
-    stored = store(tmp_path / "bench.json", rows())
-    first, second = tmp_path / "a", tmp_path / "b"
-    for folder in (first, second):
-        assert plot(folder, stored) == 0
-    for path in first.iterdir():
-        assert path.read_bytes() == (second / path.name).read_bytes()
-
-
 def test_a_setting_with_a_wrong_answer_of_ours_is_not_drawn(tmp_path):
     right, wrong = rows("8 samples, lazy stack", (30.0, 10.0)), rows("64 samples, lazy stack")
     stored = store(tmp_path / "bench.json", right + wrong, wrong[1:])
@@ -101,13 +92,6 @@ def test_of_several_settings_that_in_which_the_rival_takes_longest_is_shown():
     assert shown.speedup == 6.0
 
 
-def test_a_rival_that_failed_is_no_comparison():
-    failed, ours = rows()
-    assert (
-        headlines.comparisons([Row(failed.op, failed.setting, "torchrl", failed="no"), ours]) == []
-    )
-
-
 def test_headlines_come_with_the_largest_speed_up_first():
     measured = rows() + rows("64 turns of 4 dialogs, and so on", (20.0, 10.0))
     for row in measured[2:]:
@@ -120,14 +104,6 @@ def test_every_headline_is_in_the_stored_results():
     stored = [row for path in STORED for row in results.read(path).trusted]
     shown = {one.title for one in headlines.comparisons(stored)}
     assert shown == {headline.title for headline in headlines.HEADLINES}
-
-
-def test_the_machines_of_several_files_are_each_named_once(tmp_path):
-    first = results.Results(FACTS)
-    gpu = results.Results(FACTS | {"device": "A GPU"})
-    assert results.caption([first, gpu, first]) == (
-        "A CPU with AVX2, 2 threads, torch 9.1, torchrl 8.2; A GPU, torch 9.1, torchrl 8.2"
-    )
 
 
 COLUMNS_ALONE = json.dumps({"rows": [asdict(Row("a", "b", "c"))]})
@@ -143,26 +119,3 @@ def test_a_file_of_something_else_is_refused(tmp_path, capsys, content):
     error = capsys.readouterr().err
     assert re.match(f"bench: --from: {re.escape(str(path))}: expected a bench.json", error)
     assert not (tmp_path / "plots").exists()
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path, capsys):
-    assert plot(tmp_path / "plots", tmp_path / "none.json") == 2
-    assert "none.json" in capsys.readouterr().err
-
-
-def test_plots_that_cannot_be_written_are_refused(tmp_path, capsys):
-    stored = store(tmp_path / "bench.json", rows())
-    assert plot(stored, stored) == 2
-    assert f"bench: --plots: cannot write into {stored}: File exists" in capsys.readouterr().err
-
-
-def test_stored_results_without_a_folder_for_plots_are_refused(tmp_path, capsys):
-    assert main(["bench", "--from", str(store(tmp_path / "bench.json", rows()))]) == 2
-    assert "--from: expected --plots DIR beside it" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("ms", "shown"), [(0.5, "0.5 ms"), (9.96, "10.0 ms"), (12.4, "12 ms"), (1500.0, "1.5 s")]
-)
-def test_durations_are_short(ms, shown):
-    assert plots._duration(ms) == shown

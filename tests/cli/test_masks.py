@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as bpe
-from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from fusedrl.demo import CHATS
@@ -126,12 +125,6 @@ def test_a_character_of_several_tokens_belongs_to_the_first(tokenizer):
     assert texts.count("") == len(texts) - 2 >= 2
 
 
-def test_the_line_break_after_the_end_of_turn_is_not_scored(tokenizer):
-    chat = make_chat(("user", "a"), ("assistant", "b\n\n"), ("user", "c"), ("assistant", "d"))
-    turns = said(tokenize_chat(chat, tokenizer, without_markers(CHATML)))
-    assert turns == {1: "b\n\n<|im_end|>", 3: "d<|im_end|>"}
-
-
 def test_an_empty_reasoning_block_in_the_last_turn_only(tokenizer):
     chat = make_chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     turns = said(tokenize_chat(chat, tokenizer, REASONING))
@@ -171,33 +164,12 @@ def test_a_special_token_without_a_generation_prompt_is_refused(tokenizer):
         tokenize_chat(chat, tokenizer, template)
 
 
-def test_a_turn_without_text_marks_no_token_that_spans_its_place(tokenizer):
-    template = (
-        "{%- for m in messages -%}"
-        "{%- if m.role == 'user' -%}{{ m.content }}{%- else -%}"
-        "<|im_{%- generation -%}{{ m.content }}{%- endgeneration -%}end|>"
-        "{%- endif -%}{%- endfor -%}"
-    )
-    chat = make_chat(("user", "x"), ("assistant", ""), ("assistant", "two words"))
-    tokenized = tokenize_chat(chat, tokenizer, template)
-    assert "<|im_end|>" in tokenized.texts
-    assert set(said(tokenized)) == {2}
-
-
 def test_a_chat_longer_than_the_context_is_refused_before_its_turns_are_looked_at(tokenizer):
     chat = make_chat(("user", "a"), ("assistant", "b"))
     length = len(tokenize_chat(chat, tokenizer, without_markers(CHATML)).token_ids)
     tokenize_chat(chat, tokenizer, without_markers(CHATML), context=length)
     with pytest.raises(ChatError, match=f"at most {length - 1} tokens.*got {length}"):
         tokenize_chat(chat, tokenizer, HEADERLESS_PROMPT, context=length - 1)
-
-
-def test_a_tokenizer_that_refuses_a_chat_is_an_error():
-    wordless = Tokenizer(WordPiece({"a": 0}, unk_token="[none]"))
-    refusing = PreTrainedTokenizerFast(tokenizer_object=wordless)
-    chat = make_chat(("user", "b"), ("assistant", "b"))
-    with pytest.raises(ChatError, match=r"chats.jsonl:7: the tokenizer refuses the chat: .*UNK"):
-        tokenize_chat(chat, refusing, without_markers(CHATML))
 
 
 def test_a_template_that_refuses_a_chat_is_an_error(tokenizer):

@@ -23,6 +23,8 @@ from fusedrl.scoring.tokenization import TokenizedChat
 
 from .conftest import chat
 
+pytestmark = pytest.mark.heavy
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium or google-chrome on PATH to draw the page with"
@@ -166,13 +168,6 @@ def test_histogram_counts_every_finite_value():
     assert sum(bar["count"] for bar in same) == 7
 
 
-@pytest.mark.parametrize("value", [1e30, -3e38, 1e-30])
-def test_histogram_of_values_of_any_size(value):
-    for values in ([value], [value, value * (1 + 1e-7)], [value, -value]):
-        bars = report.histogram(numpy.array(values, numpy.float32), "label", "token")["bars"]
-        assert sum(bar["count"] for bar in bars) == len(values)
-
-
 @pytest.mark.slow
 @needs_chromium
 def test_chromium_draws_the_page(page_path, tmp_path):
@@ -221,37 +216,6 @@ def test_controls_recolour_sort_and_filter(page_path, tmp_path):
     assert 0 < sum(below) < len(below)
 
 
-def scored_page(score, write_chats, *found):
-    path = write_chats(*found)
-    _, out = score(path)
-    return (out / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_page_names_files_without_their_folders(score, write_chats, tmp_path):
-    html = scored_page(score, write_chats, chat("Hi", "Hello!"), "{broken")
-    assert "<b>chats.jsonl:1</b>" in html
-    assert "<li>chats.jsonl:2: unreadable line" in html
-    assert str(tmp_path) not in html
-
-
-def test_chats_of_equal_kl_keep_the_order_of_the_file(models, score, write_chats):
-    path = write_chats(*[chat("Hi", f"Hello {n}!") for n in range(4)])
-    _, out = score(path, reference=models.policy)
-    page = Page((out / "report.html").read_text(encoding="utf-8"))
-    assert [shown["kl_mean"] for shown in page.data["chats"]] == [0] * 4
-    assert [shown["chat"] for shown in page.data["chats"]] == [1, 2, 3, 4]
-
-
-def test_a_scale_has_two_sides_only_where_values_can_be_negative(page_path):
-    page = Page(page_path.read_text(encoding="utf-8"))
-    signed = {view["key"]: view["signed"] for view in page.data["views"]}
-    assert signed == {"k3": False, "k1": True, "entropy": False}
-    (scale,) = [
-        a["class"] for tag, a in page.tags if tag == "span" and "scale" in a.get("class", "")
-    ]
-    assert scale == "scale"
-
-
 @pytest.mark.slow
 @needs_chromium
 def test_a_token_is_chosen_by_a_click_and_by_keys(page_path, tmp_path):
@@ -273,19 +237,3 @@ def test_a_token_is_chosen_by_a_click_and_by_keys(page_path, tmp_path):
     copy.write_text(page_path.read_text(encoding="utf-8") + use, encoding="utf-8")
     drawn = draw(copy, tmp_path)
     assert "<title>[true,true,true,true,true,false,false]</title>" in drawn
-
-
-@pytest.mark.slow
-@needs_chromium
-def test_the_page_is_no_wider_than_a_phone(page_path, tmp_path):
-    frame = tmp_path / "frame.html"
-    copy = tmp_path / "page.html"
-    measure = "<script>parent.postMessage(document.documentElement.scrollWidth, '*')</script>"
-    copy.write_text(page_path.read_text(encoding="utf-8") + measure, encoding="utf-8")
-    frame.write_text(
-        "<script>onmessage = e => document.title = 'width ' + e.data</script>"
-        "<iframe src='page.html' style='width: 400px; height: 800px; border: 0'></iframe>"
-    )
-    drawn = draw(frame, tmp_path, "--virtual-time-budget=5000")
-    (width,) = re.findall(r"<title>width (\d+)</title>", drawn)
-    assert int(width) <= 400

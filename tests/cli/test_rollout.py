@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 
-import numpy
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
-import pyarrow
-from pyarrow import parquet
 
-from fusedrl.cli import main
 from fusedrl.demo import CHATS
-from fusedrl.scoring import ScoreError, Settings, score_chats
-from fusedrl.scoring.batch_scores import ScoredChat, beside_rollout
-from fusedrl.scoring.chats import Chat
-from fusedrl.scoring.tokenization import TokenizedChat
+from fusedrl.scoring import score_chats
 
 from .conftest import chat, rows
 from .test_report import Page, draw, needs_chromium
+
+pytestmark = pytest.mark.heavy
 
 COLUMNS = ("tokens", "k1", "k3", "ess", "max_ratio", "clipped")
 
@@ -123,17 +117,6 @@ def test_the_summary_and_the_page_show_the_total(scored_chats, write_chats, scor
     assert sum("rollout" not in cell["values"] for cell in cells) > 10
 
 
-def test_without_rollouts_nothing_is_said_of_them(score, models, tmp_path, capsys):
-    _, out = score(CHATS)
-    assert "rollout log-probs" not in capsys.readouterr().out
-    html = (out / "report.html").read_text(encoding="utf-8")
-    page = Page(html)
-    assert "What generated" not in page.text
-    assert page.data["mismatch"] is None
-    assert "rollout" not in [view["key"] for view in page.data["views"]]
-    assert score_chats(CHATS, models.policy, models.reference, out).mismatch is None
-
-
 def test_a_policy_that_generated_its_chats_has_no_mismatch(scored_chats, write_chats, score):
     chats, own, _ = scored_chats(write_chats)
     for line, tokens in zip(chats, own, strict=True):
@@ -172,16 +155,6 @@ def test_a_bad_list_leaves_its_chat_out(name, write_chats, score, capsys):
     assert message[:40] in Page((out / "report.html").read_text(encoding="utf-8")).text
 
 
-def test_the_length_that_is_wanted_is_said(write_chats, score, capsys):
-    _, out = score(write_chats(GOOD))
-    (row,) = rows(out / "chats.parquet")
-    capsys.readouterr()
-    code, _ = score(write_chats(GOOD, GOOD | {"rollout_log_probs": [-0.5, -0.25]}))
-    assert code == 1
-    wanted = f"expected {row['scored_tokens']} values, one a scored token, or {row['length']}, one"
-    assert wanted in capsys.readouterr().err
-
-
 def test_a_token_that_the_engine_gives_no_probability_is_a_number(write_chats, score):
     _, out = score(write_chats(GOOD))
     count = rows(out / "chats.parquet")[0]["scored_tokens"]
@@ -195,40 +168,12 @@ def test_a_token_that_the_engine_gives_no_probability_is_a_number(write_chats, s
     assert row["rollout_k3"] == math.inf
 
 
-def test_a_policy_that_exploded_is_not_taken_for_a_missing_log_prob():
-    made = Chat("c.jsonl:1", 1, [{"role": "assistant", "content": "a b"}], None)
-    rollout = [-1.0, math.nan]
-    tokenized = TokenizedChat(made, [1, 2, 3], ["", "a", " b"], [-1, 0, 0], rollout)
-    fine = numpy.array([-1.0, -2.0], dtype=numpy.float32)
-    for policy, k3 in ((fine, 0.0), (fine * numpy.array([math.nan, 1], numpy.float32), math.nan)):
-        values = (policy, fine, fine, {"k3": fine})
-        scored = beside_rollout(ScoredChat(tokenized, numpy.array([1, 2]), *values), 2.0)
-        assert scored.mismatch.tokens.tolist() == [1]
-        assert scored.mismatch.k3.item() == pytest.approx(k3, nan_ok=True)
-
-
-def test_parquet_input_has_the_column_too(scored_chats, write_chats, score, tmp_path):
-    lines, _, _ = with_rollouts(scored_chats, write_chats)
-    _, out = score(write_chats(*lines))
-    shutil.copy(out / "chats.parquet", tmp_path / "from-jsonl.parquet")
-    table = pyarrow.Table.from_pylist([{"rollout_log_probs": None} | line for line in lines])
-    parquet.write_table(table, tmp_path / "chats.parquet")
-    code, out = score(tmp_path / "chats.parquet")
-    assert code == 0
-    assert rows(out / "chats.parquet") == rows(tmp_path / "from-jsonl.parquet")
-
-
 @pytest.mark.parametrize("bound", ["0", "-1", "nan", "two"])
 def test_a_bound_that_is_none_is_refused(bound, write_chats, score, capsys):
     with pytest.raises(SystemExit) as ended:
         score(write_chats(GOOD), f"--rollout-bound={bound}")
     assert ended.value.code == 2
     assert "--rollout-bound: expected a number" in capsys.readouterr().err
-
-
-def test_settings_refuse_a_bound_that_is_none():
-    with pytest.raises(ScoreError, match="rollout_bound: expected a number above 0, got -1"):
-        Settings(rollout_bound=-1)
 
 
 @needs_chromium
@@ -254,9 +199,3 @@ def test_chromium_colours_and_sorts_by_the_mismatch(scored_chats, write_chats, s
     styles = [a["style"] for tag, a in page.tags if tag == "i"]
     for cell, style in zip(cells, styles, strict=True):
         assert (float(style.split(":")[1].strip(" ;")) > 0) == bool(cell["values"].get("rollout"))
-
-
-def test_help_names_the_option(capsys):
-    with pytest.raises(SystemExit):
-        main(["score", "--help"])
-    assert "--rollout-bound" in capsys.readouterr().out

@@ -21,6 +21,8 @@ from fusedrl.scoring.records import Record, Source, opened
 
 from .conftest import chat, rows
 
+pytestmark = pytest.mark.heavy
+
 ASKED = ["What is 2 + 2?", "Name a colour.", "Say [no]."]
 SAID = ["4", "Blue, or green.", "[no]"]
 WORSE = ["5", "Bread.", "yes"]

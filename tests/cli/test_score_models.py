@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from transformers import (
-    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
@@ -22,9 +21,11 @@ from transformers import (
 )
 
 from fusedrl.demo.models import make_model, make_tokenizer
-from fusedrl.scoring import ScoreError, Settings, batch_scores, checkpoint, job, score_chats
+from fusedrl.scoring import ScoreError, Settings, batch_scores, job, score_chats
 
 from .conftest import chat, rows
+
+pytestmark = pytest.mark.heavy
 
 GOOD = chat("Hi", "Hello!")
 
@@ -54,7 +55,7 @@ def edit(path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("kept", [0, 5, 300, 0.5])
+@pytest.mark.parametrize("kept", [0, 0.5])
 def test_truncated_weights_are_refused(folder, refused, kept):
     path = folder / "model.safetensors"
     content = path.read_bytes()
@@ -85,11 +86,6 @@ def test_one_layer_less_than_the_weights_is_refused(folder, refused):
     assert "do not fit its config.json: 12 weights have no place in the model" in said
 
 
-def test_one_layer_more_than_the_weights_is_refused(folder, refused):
-    edit(folder / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    assert "12 weights are missing, such as model.layers.2." in refused(folder)
-
-
 def test_a_head_that_no_file_holds_is_refused(folder, refused):
     edit(folder / "config.json", tie_word_embeddings=False)
     assert "1 weights are missing, such as lm_head.weight" in refused(folder)
@@ -101,21 +97,9 @@ def test_weights_of_another_shape_are_refused(folder, refused, change):
     assert "expected model.embed_tokens.weight of shape" in refused(folder)
 
 
-@pytest.mark.parametrize("change", [{"hidden_act": "nope"}, {"model_type": "nope"}])
-def test_a_configuration_that_is_not_understood_is_refused(folder, refused, change):
-    edit(folder / "config.json", **change)
-    assert "policy: cannot load a" in refused(folder)
-
-
 def test_a_quantization_that_transformers_leaves_out_is_refused(folder, refused):
     edit(folder / "config.json", quantization_config={"quant_method": "nope"})
     assert "its quantization is not known to transformers" in refused(folder)
-
-
-def test_a_value_head_beside_the_model_is_left_out(models):
-    model = AutoModelForCausalLM.from_pretrained(models.policy)
-    loading = {"unexpected_keys": {"v_head.weight"}, "mismatched_keys": set(), "missing_keys": []}
-    checkpoint.check_complete("policy", "there", model, loading)
 
 
 def small(tokenizer):
@@ -128,7 +112,7 @@ def small(tokenizer):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_an_encoder_is_refused(tokenizer, tmp_path, refused, dtype):
     torch.manual_seed(0)
     config = BertConfig(**small(tokenizer), initializer_range=0.5)
@@ -136,13 +120,6 @@ def test_an_encoder_is_refused(tokenizer, tmp_path, refused, dtype):
     tokenizer.save_pretrained(tmp_path / "bert")
     said = refused(tmp_path / "bert", "--dtype", dtype)
     assert "whose logits depend on the tokens that follow" in said
-
-
-def test_an_encoder_without_training_is_refused(tokenizer):
-    torch.manual_seed(0)
-    model = BertLMHeadModel(BertConfig(**small(tokenizer))).eval()
-    with pytest.raises(ScoreError, match="expected a causal language model"):
-        checkpoint.check_causal("reference", "bert", model, tokenizer)
 
 
 def test_an_encoder_decoder_is_refused(tokenizer, tmp_path, refused):
@@ -181,22 +158,8 @@ def test_different_vocabularies_are_refused(models, write_chats, score, tmp_path
     assert not out.exists()
 
 
-def test_embeddings_too_narrow_for_the_vocabulary_are_refused(tokenizer, tmp_path, refused):
-    make_model(len(tokenizer) - 8).save_pretrained(tmp_path / "narrow")
-    tokenizer.save_pretrained(tmp_path / "narrow")
-    assert "resize its embeddings" in refused(tmp_path / "narrow")
-
-
-def test_an_id_behind_a_gap_in_the_vocabulary_is_seen(models, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(models.policy)
-    assert checkpoint.check_causal("policy", "there", model, tokenizer) == len(tokenizer)
-    vocabulary = tokenizer.get_vocab() | {"far": 5000}
-    tokenizer.get_vocab = lambda: vocabulary
-    assert checkpoint.check_causal("policy", "there", model, tokenizer) == len(tokenizer)
-
-
 @pytest.mark.parametrize("role", ["policy", "reference"])
-@pytest.mark.parametrize("name", ["", "a b", "a\nb", "\udcff"])
+@pytest.mark.parametrize("name", ["a b", "\udcff"])
 def test_a_model_that_is_not_there_is_named(write_chats, score, capsys, role, name):
     code, _ = score(write_chats(GOOD), **{role: name})
     assert code == 2
@@ -214,24 +177,12 @@ def no_loading(monkeypatch):
 
 
 @pytest.mark.parametrize("role", ["policy", "reference"])
-@pytest.mark.parametrize("name", ["/no/such/model", "./polcy", "runs/7/model", "model/", "~/x"])
+@pytest.mark.parametrize("name", ["./polcy", "runs/7/model", "model/", "~/x"])
 def test_a_folder_that_is_not_there_is_named(write_chats, score, capsys, no_loading, role, name):
     code, _ = score(write_chats(GOOD), **{role: name})
     assert code == 2
     told = f"score: {role}: expected a folder, found none at {name}; check the path\n"
     assert capsys.readouterr().err.endswith(told)
-
-
-def test_a_folder_whose_name_is_mistyped_is_told_the_nearest(models, write_chats, score, capsys):
-    code, _ = score(write_chats(GOOD), policy=models.policy.replace("policy", "polcy"))
-    assert code == 2
-    assert f"did you mean {models.policy}?" in capsys.readouterr().err
-
-
-def test_a_file_in_the_place_of_a_model_is_refused(folder, write_chats, score, capsys, no_loading):
-    code, _ = score(write_chats(GOOD), policy=folder / "config.json")
-    assert code == 2
-    assert "score: policy: expected a folder, found a file at " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpt2", "owner/name"])
@@ -254,15 +205,6 @@ def test_no_model_is_loaded_for_a_file_without_a_chat(write_chats, score, capsys
     assert f"no chat to score, {len(rows)} skipped" in capsys.readouterr().err
 
 
-def test_a_model_without_memory_for_it_is_named(models, write_chats, monkeypatch, tmp_path):
-    def no_memory(*args, **options):
-        raise torch.OutOfMemoryError("tried to allocate too much")
-
-    monkeypatch.setattr(checkpoint.PreTrainedModel, "to", no_memory)
-    with pytest.raises(ScoreError, match=r"cannot compute on cpu: .*too much"):
-        score_chats(write_chats(GOOD), models.policy, models.reference, tmp_path / "out")
-
-
 def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):
     real = batch_scores.causal_log_probs
 
@@ -276,31 +218,6 @@ def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypat
     summary = score_chats(path, models.policy, models.reference, tmp_path / "out")
     assert [row["chat"] for row in summary.rows] == [1, 3]
     assert "tried to allocate too much" in str(summary.skipped[0])
-
-
-def test_a_tokenizer_that_truncates_and_pads_does_neither_here(folder, write_chats, score):
-    code, out = score(write_chats(GOOD))
-    expected = rows(out / "chats.parquet")
-    truncation = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    padding = {
-        "strategy": {"Fixed": 50},
-        "direction": "Left",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "<|endoftext|>",
-    }
-    edit(folder / "tokenizer.json", truncation=truncation, padding=padding)
-    code, out = score(write_chats(GOOD), policy=folder)
-    assert code == 0
-    assert rows(out / "chats.parquet") == expected
-
-
-def test_a_tokenizer_without_special_tokens_of_its_own_does(folder, write_chats, score):
-    (folder / "tokenizer_config.json").write_text("{}")
-    code, out = score(write_chats(GOOD), policy=folder)
-    assert code == 0
-    assert rows(out / "chats.parquet")[0]["scored_tokens"] > 1
 
 
 def test_a_tokenizer_without_chat_template_needs_one(folder, write_chats, score, refused, tmp_path):
@@ -334,39 +251,15 @@ def test_a_template_that_does_not_do_is_refused(models, tmp_path, refused, name)
     assert message in refused(models.policy, "--chat-template", tmp_path / "template.jinja")
 
 
-def test_a_template_that_the_tokenizer_brings_is_compiled_first(folder, refused):
-    (folder / "chat_template.jinja").write_text("{% for m in %}")
-    assert "policy: the chat template is no Jinja template" in refused(folder)
-
-
 @pytest.mark.parametrize("path", [".", "none.jinja"])
 def test_a_template_that_is_no_file_is_named(models, tmp_path, refused, path):
     said = refused(models.policy, "--chat-template", tmp_path / path)
     assert "chat_template: expected a file" in said
 
 
-def test_a_byte_order_mark_is_no_part_of_a_template(models, write_chats, score, tmp_path):
-    code, out = score(write_chats(GOOD))
-    expected = rows(out / "tokens.parquet")
-    template = (Path(models.policy) / "chat_template.jinja").read_bytes()
-    (tmp_path / "template.jinja").write_bytes(b"\xef\xbb\xbf" + template)
-    code, out = score(write_chats(GOOD), "--chat-template", tmp_path / "template.jinja")
-    assert code == 0
-    assert rows(out / "tokens.parquet") == expected
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "meta", "nowhere", "", "cpu:-1", "hpu", "xla"])
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nowhere"])
 def test_a_device_that_cannot_compute_is_named(models, refused, device):
     assert f"device: cannot compute on '{device}': " in refused(models.policy, "--device", device)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-@pytest.mark.parametrize("temperature", ["1e-30", "1e30"])
-def test_the_ends_of_the_temperatures_score(write_chats, score, estimator, temperature):
-    options = ["--temperature", temperature, "--estimator", estimator]
-    code, out = score(write_chats(GOOD, chat("Hi", "Hello again!")), *options)
-    assert code == 0
-    assert len(rows(out / "chats.parquet")) == 2
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import re
 from pathlib import Path
 
@@ -16,13 +14,14 @@ pytest.importorskip("pyarrow")
 import pyarrow
 from pyarrow import parquet
 
-from fusedrl.cli import main
 from fusedrl.demo import CHATS
-from fusedrl.scoring import ScoreError, batch_scores, job, score_chats
+from fusedrl.scoring import ScoreError, job, score_chats
 from fusedrl.scoring.chats import parse_chats
 from fusedrl.scoring.records import read_records
 
 from .conftest import chat, rows
+
+pytestmark = pytest.mark.heavy
 
 GOOD = chat("Hi", "Hello!")
 USER, SAID = GOOD["messages"]
@@ -217,69 +216,12 @@ def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys
     assert not out.exists()
 
 
-def test_a_chat_that_a_model_refuses_costs_that_chat_only(write_chats, score, monkeypatch, capsys):
-    real = batch_scores.causal_log_probs
-
-    def refusing(model, tokens, lengths, *args, **options):
-        if 99 in tokens:
-            raise ValueError("expected no 99")
-        return real(model, tokens, lengths, *args, **options)
-
-    monkeypatch.setattr(batch_scores, "causal_log_probs", refusing)
-    real_tokenize = job.tokenize_chat
-
-    def with_99(chat, *args):
-        tokenized = real_tokenize(chat, *args)
-        if chat.line == 2:
-            tokenized.token_ids[0] = 99
-        return tokenized
-
-    monkeypatch.setattr(job, "tokenize_chat", with_99)
-    path = write_chats(GOOD, GOOD, GOOD)
-    code, out = score(path)
-    assert code == 1
-    assert f"{path}:2: a model refuses the chat: expected no 99" in capsys.readouterr().err
-    assert [row["chat"] for row in rows(out / "chats.parquet")] == [1, 3]
-
-
-def test_blank_lines_and_byte_order_marks_count_as_lines_but_not_as_chats(write_chats, score):
-    code, out = score(write_chats(GOOD, "", b"\xef\xbb\xbf", " \t\r", GOOD), "--strict")
-    assert code == 0
-    assert [row["chat"] for row in rows(out / "chats.parquet")] == [1, 5]
-
-
 @pytest.mark.parametrize("bad", [[], ["{", "5"]], ids=["empty", "all bad"])
 def test_nothing_left_to_score_is_refused(write_chats, score, capsys, bad):
     code, out = score(write_chats(*bad))
     assert code == 2
     assert f"no chat to score, {len(bad)} skipped" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_a_longer_context_may_be_asked_for(write_chats, score, capsys):
-    path = write_chats(GOOD, chat("Count.", "one two three four five six seven eight"))
-    assert score(path, "--context", 40)[0] == 1
-    assert f"{path}:2: expected at most 40 tokens" in capsys.readouterr().err
-    assert score(path, "--context", 100)[0] == 0
-
-
-@pytest.mark.parametrize("name", [b"ch\xffats.jsonl", b"new\nline.jsonl", b"ch\xffats.parquet"])
-def test_a_file_may_have_any_name(models, tmp_path, capsys, name):
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
-    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/o\xffut"))
-    try:
-        if name.endswith(b"parquet"):
-            with path.open("wb") as file:
-                parquet.write_table(pyarrow.table({"messages": [GOOD["messages"], None]}), file)
-        else:
-            path.write_bytes(line_of(GOOD) + b"\n{")
-    except (OSError, UnicodeError):
-        pytest.skip("this file system takes no such name")
-    pair = ["--policy", models.policy, "--reference", models.reference]
-    assert main(["score", str(path), *pair, "--out", str(out)]) == 1
-    assert re.search(r"(\\udcffats|new\\nline)\.\w+:2: ", capsys.readouterr().err)
-    assert len(rows(out / "chats.parquet")) == 1
-    assert re.search(r"(\\udcffats|new\\nline)\.\w+:2: ", (out / "report.html").read_text("utf-8"))
 
 
 FOREIGN = {
@@ -302,18 +244,6 @@ def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(tmp_path, n
 def test_a_chats_file_that_is_no_file_is_named(tmp_path, path):
     with pytest.raises(ScoreError, match="chats: expected a file"):
         score_chats(tmp_path / path, "no model", "no model", tmp_path / "out")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    path = tmp_path / "chats.jsonl"
-    path.write_bytes(line_of(GOOD))
-
-    def denied(*args, **options):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(ScoreError, match=r"not a readable file: .*Permission denied"):
-        score_chats(path, "no model", "no model", tmp_path / "out")
 
 
 def test_parquet_input_gives_the_same_tables(score, tmp_path):
@@ -348,29 +278,6 @@ def test_a_parquet_row_that_is_not_utf8_costs_that_row(score, tmp_path, capsys):
     assert code == 1
     assert f"{path}:2: unreadable line" in capsys.readouterr().err
     assert [row["chat"] for row in rows(out / "chats.parquet")] == [1]
-
-
-def test_tool_calls_of_parquet_types_are_shown(score, tmp_path):
-    when, raw = datetime.date(2026, 1, 2), b"\xff"
-    answer = {"role": "assistant", "content": None, "tool_calls": [{"when": when, "raw": raw}]}
-    path = table_of(tmp_path / "in.parquet", messages=[[{**USER, "tool_calls": None}, answer]])
-    code, out = score(path)
-    assert code == 0
-    assert "2026-01-02" in (out / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_damaged_page_is_named(models, tmp_path):
-    path = tmp_path / "in.parquet"
-    found = [[USER, {**SAID, "content": f"{i:05} " * 9}] for i in range(200)]
-    table = pyarrow.table({"messages": found})
-    parquet.write_table(table, path, compression="none", write_page_checksum=True)
-    content = bytearray(path.read_bytes())
-    at = content.index(b"00100 00100")
-    content[at : at + 5] = b"99999"  # what reads as text all the same
-    path.write_bytes(content)
-    with pytest.raises(ScoreError, match=r"in\.parquet: not a readable Parquet file"):
-        score_chats(path, models.policy, models.reference, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 but not really"])

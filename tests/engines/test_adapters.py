@@ -8,6 +8,8 @@ from tiny_engines import completion, expected, offline, tiny_model
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 
+pytestmark = pytest.mark.slow
+
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

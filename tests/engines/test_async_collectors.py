@@ -10,6 +10,8 @@ from engine_policies import checked, dialogs, policy_in, versions
 
 from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector, WeightChannel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "by", ["policy", *(pytest.param(by, marks=pytest.mark.slow) for by in ("scheme", "channel"))]

@@ -8,6 +8,8 @@ from tiny_engines import PROMPT, expected, in_loop, spans_of, tiny_model, train
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def engine(folder, model, faults, loop):

@@ -29,6 +29,8 @@ from torchrl.modules.llm import vLLMWrapper
 from fusedrl import ChannelWeightSyncScheme, LLMCollector, WeightChannel
 from fusedrl.vllm import EngineWeights
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def weights(folder) -> list[Any]:

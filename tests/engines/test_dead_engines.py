@@ -15,6 +15,8 @@ from tiny_engines import completion, expected, offline, train
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 
+pytestmark = pytest.mark.slow
+
 
 def test_weights_that_never_come_end_an_engine_with_a_backend_of_vllm(folder, model):
     from vllm.v1.engine.exceptions import EngineDeadError

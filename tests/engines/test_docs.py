@@ -10,6 +10,8 @@ import vllm
 from shown import assert_prints, texts
 from tiny_engines import OPTIONS, tiny_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

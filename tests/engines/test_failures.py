@@ -16,6 +16,8 @@ from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.engines import engine_of
 from fusedrl.vllm.updates import Updates
 
+pytestmark = pytest.mark.slow
+
 TENSORS = 27  # of the tiny model's checkpoint
 
 

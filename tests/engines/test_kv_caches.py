@@ -16,7 +16,10 @@ from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.transfer_engine import check_connectors
 
-pytestmark = pytest.mark.skipif(not has_spans(), reason="this vLLM does not name versions")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_spans(), reason="this vLLM does not name versions"),
+]
 
 PROMPT = [5 + n * n % 400 for n in range(100)]  # of several blocks, which a connector stores
 BLOCK = 32

@@ -11,6 +11,8 @@ from tiny_engines import offline, tiny_model
 
 from fusedrl import importance_weights
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, LENGTH, SAMPLES = 8, 2, 16000
 PROMPTS = [[2, 3, 4], [5, 6], [7, 2, 5, 3], [4, 4]]
 RESPONSES = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))

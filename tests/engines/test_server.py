@@ -29,6 +29,8 @@ from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.channel_socket import ChannelSocket
 
+pytestmark = pytest.mark.slow
+
 slow = pytest.mark.slow
 
 

@@ -11,6 +11,8 @@ from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from fusedrl.vllm import token_versions
 
+pytestmark = pytest.mark.slow
+
 
 def completion(tokens: int, *spans: tuple[str, int, int], finished: bool = True) -> Any:
     return CompletionOutput(

@@ -7,6 +7,8 @@ from tiny_engines import completion, expected, offline, spans_of, tiny_model, tr
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
