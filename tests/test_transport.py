@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-import numpy as np
 import pytest
 import ray_models
 import torch
@@ -217,24 +216,6 @@ def test_dtypes(dtype):
         assert torch.equal(got[None].view(torch.uint8), value.clone()[None].view(torch.uint8))
 
 
-def test_conjugates_and_other_layouts():
-    x = torch.randn(3, dtype=torch.complex64)
-    sparse = torch.eye(3).to_sparse()
-    quantised = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
-    got = sent([x.conj(), x.conj().imag, sparse, quantised, torch.ones(2, device="meta")])
-    assert torch.equal(got[0], x.conj()) and torch.equal(got[1], -x.imag)
-    assert torch.equal(got[2].to_dense(), torch.eye(3))
-    assert torch.equal(got[3].dequantize(), torch.ones(3)) and got[4].is_meta
-
-
-def test_a_part_of_a_nested_tensor():
-    rows = [torch.randn(n, 2) for n in (2, 3, 4)]
-    nested = torch.nested.as_nested_tensor(rows, layout=torch.strided)
-    for value in (nested, nested.transpose(1, 2), nested.to(torch.bfloat16)):
-        for ours, theirs in zip(sent([1, value])[1].unbind(), value.unbind(), strict=True):
-            assert torch.equal(ours, theirs)
-
-
 def test_what_occurs_twice_stays_one():
     tensor, shared = torch.ones(2), TensorDict(y=torch.ones(2))
     rows = [TensorDict(x=tensor, z=tensor, shared=shared), TensorDict(x=tensor, shared=shared)]
@@ -264,22 +245,6 @@ def test_a_payload_is_pickled_as_it_is():
     got = sent(TensorDict(payload=NonTensorData(payload)))["payload"]
     assert got["cycle"][1] is got["cycle"] and got["set"] == {1}
     assert got["td"]["x"].item() == 1 and got["cycle"][0].tolist() == [1, 1]
-
-
-def test_a_payload_may_hold_what_is_beside_it():
-    shared = TensorDict(x=torch.ones(1), text="a")
-    rows = [TensorDict(td=shared, payload=NonTensorData([shared, [shared]])) for _ in range(2)]
-    got = sent([lazy_stack(rows), shared, {"payload": shared}])
-    for held in (got[0][0]["payload"][0], got[0][1]["payload"][1][0]):
-        assert held["x"].item() == 1 and held["text"] == "a"
-    assert got[0][0]["td"] is got[0][1]["td"] is got[1] is got[2]["payload"]
-
-
-@pytest.mark.parametrize("values", [(True, 1, 1.0), (0, False), (1, np.arange(2)), (None, "a")])
-def test_equal_values_keep_their_class(values):
-    got = sent(lazy_stack([TensorDict(x=NonTensorData(value)) for value in values]))
-    for row, value in zip(got.unbind(0), values, strict=True):
-        assert type(row["x"]) is type(value) and np.array_equal(row["x"], value)
 
 
 def test_values_in_files_are_sent(tmp_path):

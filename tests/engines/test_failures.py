@@ -66,14 +66,6 @@ class TestATrainerInAnotherProcess:
                 updates.load(3)
             assert answer_of(llm) == (tokens, "2")
 
-    def test_killed_before_the_engine_knew_it(self, llm, model):
-        with publisher() as trainer:
-            version, _ = trainer.publish()
-            trainer.kill()
-            with pytest.raises(Exception, match=f"pid {trainer.pid}"):
-                updates_of(trainer.handle, llm).load(version)
-        assert answer_of(llm) == (expected(model), "100")
-
     def test_stopped(self, llm):
         with publisher() as trainer:
             version, tokens = trainer.publish()
@@ -135,14 +127,6 @@ class TestInTheMiddle:
             faults.wait(0)
         assert answer_of(llm) == (expected(model), "2")
         assert self.repaired(llm, model, weights)
-
-    def test_a_spoilt_weight_in_the_first_load_of_a_channel(self, llm, model, faults):
-        train(model)
-        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
-            with faults.told("spoils", before=1):
-                weights.update()
-                faults.wait(0)
-            assert answer_of(llm) == (expected(model), "1")
 
     def test_of_several_that_fail_twice(self, llm, model, weights, faults):
         train(model)

@@ -199,7 +199,9 @@ def any_experts(rng):
     return kind, {**sizes, "num_experts": number, "moe_intermediate_size": width}
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(25))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))]
+)
 def test_experts_of_any_size_load_again(seed, tmp_path):
     rng = random.Random(seed)
     kind, sizes = any_experts(rng)

@@ -11,8 +11,6 @@ from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from fusedrl.vllm import token_versions
 
-pytestmark = pytest.mark.slow
-
 
 def completion(tokens: int, *spans: tuple[str, int, int], finished: bool = True) -> Any:
     return CompletionOutput(
@@ -34,11 +32,6 @@ def test_a_version_for_each_token():
 
 def test_a_version_that_takes_more_than_32_bits():
     assert token_versions(completion(2, (str(2**40), 0, 2))).tolist() == [2**40] * 2
-
-
-def test_no_tokens():
-    versions = token_versions(completion(0))
-    assert versions.shape == (0,) and versions.dtype == torch.int64
 
 
 @pytest.mark.parametrize("label", ["step-3", "", "-1", "07", "1.0", " 1", "٣", str(2**63)])

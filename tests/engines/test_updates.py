@@ -8,8 +8,6 @@ import pytest
 from fusedrl import WeightHandle
 from fusedrl.vllm.updates import Updates, to_its_end
 
-pytestmark = pytest.mark.slow
-
 
 class Engine:
     """What a server's calls do, of which some fail.
