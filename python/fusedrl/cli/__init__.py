@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import re
+import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from typing import TextIO
 
 from fusedrl import __version__
-from fusedrl.cli import stdout
 
 COMMANDS = {
     "score": "score your chats under a policy and its reference: log-probs, KL, a heat map",
@@ -47,16 +45,12 @@ EXIT_CODES = """\
 exit codes:
   0    the command is done
   1    a check failed, an answer was wrong, or chats were left out
-  2    arguments or input were refused, or output could not be written
+  2    arguments or input were refused
   130  Ctrl-C
   141  nobody reads the rest of the output, as behind `| head`
 
 `fusedrl COMMAND --help` has examples of a command.
 """
-
-# What the commands of ``NEXT`` cannot run without, beyond what a plain installation brings.
-_SCORING = ("transformers", "pyarrow", "rich")
-NEEDS = {"demo": _SCORING, "score": _SCORING, "check": ("rich",), "bench": ("rich",), "info": ()}
 
 # Modules that commands import and that a plain installation may lack, named as their packages.
 OPTIONAL = ("transformers", "tokenizers", "jinja2", "pyarrow", "rich", "matplotlib", "vllm")
@@ -70,44 +64,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     named = argv[0] if argv and argv[0] in COMMANDS else None
     try:
-        with stdout.watched():
+        try:
             return _run(argv, named)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here rather than at exit, where an error could not be caught
     except BrokenPipeError:
-        if not _nobody_reads_stdout():
+        if sys.stdout is None or not _nobody_reads(sys.stdout):
             raise
-        stdout.drop()
+        # What is still buffered goes nowhere: Python would fail to flush it at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except stdout.CannotWrite as error:
-        stdout.drop()
-        with suppress(OSError):  # stderr may be on the same full disk
-            print(
-                f"{named or 'fusedrl'}: cannot write output: {error.strerror or error}",
-                file=sys.stderr,
-            )
-        return 2
 
 
-def _nobody_reads_stdout() -> bool:
+def _nobody_reads(stream: TextIO) -> bool:
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    poll.register(stream.fileno(), select.POLLOUT)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _next() -> str:
-    """``NEXT``, which says of a command that cannot run here what it needs."""
-    return "".join(map(_with_needs, NEXT.splitlines(keepends=True)))
-
-
-def _with_needs(line: str) -> str:
-    match = re.match(r"  fusedrl (\w+)[^#]*# ", line)
-    needs = NEEDS[match[1]] if match else ()
-    absent = [name for name in needs if importlib.util.find_spec(name) is None]
-    return f"{match[0]}needs {', '.join(absent)}; see fusedrl info\n" if match and absent else line
 
 
 def _run(argv: list[str], named: str | None) -> int:
     if not argv:
-        print(_next(), end="")
+        print(NEXT, end="")
         return 0
     parser = argparse.ArgumentParser(
         prog="fusedrl",

@@ -6,7 +6,6 @@ import argparse
 import importlib
 import importlib.util
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from fusedrl.cli import alive, bench_lines, numbers
 from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
 from fusedrl.cli.missing import requirement
-from fusedrl.cli.stdout import CannotWrite
 from fusedrl.scoring.signals import Terminated, raised
 
 if TYPE_CHECKING:
@@ -143,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print each case's rows when they are known, write ``bench.json`` and plots."""
     try:
         return _run(args)
-    except (BrokenPipeError, CannotWrite):
+    except BrokenPipeError:
         raise
     except OSError as error:  # contenders' own are in the results
         folder = args.out if args.stored is None else args.plots
@@ -165,8 +163,6 @@ def _run(args: argparse.Namespace) -> int:
     console = Console()
     copy_rate = harness.copy_bandwidth(args.device)
     results = files.Results(_facts(args, copy_rate))
-    if (args.out / "bench.json").exists():
-        _print(console, f"replacing the earlier results in {args.out / 'bench.json'}")
     ended = _measure(args, results, console, copy_rate)
     results.write(args.out / "bench.json")
     for note in bench_lines.notes(results):
@@ -235,8 +231,6 @@ def _measure(
     end = time.monotonic() + limit
     seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     op, running = None, "the preparation"
-    # A file has no width; someone who pipes into a narrow place can say so.
-    width = console.width if console.is_terminal or "COLUMNS" in os.environ else bench_lines.WIDE
     with (
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
         alive.told("bench", lambda: f"measuring {running}", terminal=console.is_terminal),
@@ -253,7 +247,7 @@ def _measure(
                     if case.op != op:
                         op = case.op
                         _print(console, f"\n{op}: medians; speed-ups are those of fusedrl")
-                        _print(console, bench_lines.heading(width))
+                        _print(console, bench_lines.heading())
                     _print(console, case.setting)
                     try:
                         measured = harness.measure(case, seconds, args.device, copy_rate)
@@ -262,7 +256,7 @@ def _measure(
                         results.failed[running] = f"{type(error).__name__}: {error}"
                         continue
                     for row in _kept(measured, results):
-                        _print(console, bench_lines.line(row, row in results.wrong, width))
+                        _print(console, bench_lines.line(row, row in results.wrong))
                     results.write(args.out / "bench.json")  # for a run that is killed later
         except (KeyboardInterrupt, Terminated) as error:
             results.interrupted = running

@@ -24,24 +24,17 @@ _COLUMNS = {
     "extra MiB": 9,
     "correct": 7,
 }
-_NARROW = {"contender": 23, "ms": 9, "speed-up": 8, "extra MiB": 9}
-WIDE = 2 + sum(width + 1 for width in _COLUMNS.values())
 
 
-def heading(width: int) -> str:
-    """The names of the columns, which are fewer where the terminal is not ``WIDE``."""
-    return _line(dict(zip(_COLUMNS, _COLUMNS, strict=True)), width)
+def heading() -> str:
+    """The names of the columns."""
+    return _line(list(_COLUMNS))
 
 
-def line(row: Row, wrong: bool, width: int) -> str:
-    """One contender: milliseconds, speed-up, rate, share of the ceiling, error and memory.
-
-    A line of a narrow terminal says only of a wrong answer whether it is right.
-    """
+def line(row: Row, wrong: bool) -> str:
+    """One contender: milliseconds, speed-up, rate, share of the ceiling, error and memory."""
     correct = "no" if wrong else "yes" if row.ours else ""
-    cells = [row.contender, *_figures(row), correct]
-    made = _line(dict(zip(_COLUMNS, cells, strict=True)), width)
-    return f"{made}\n    a wrong answer" if wrong and width < WIDE else made
+    return _line([row.contender, *_figures(row), correct])
 
 
 def notes(results: Results) -> list[str]:
@@ -62,13 +55,13 @@ def notes(results: Results) -> list[str]:
     return lines
 
 
-def _line(cells: dict[str, str], width: int) -> str:
-    columns = _COLUMNS if width >= WIDE else _NARROW
-    (name, room), *others = columns.items()
-    if len(cells[name]) > room:  # the figures then stand in a line of their own
-        return f"  {cells[name]}\n" + _line(cells | {name: ""}, width)
-    figures = "".join(f" {cells[other]:>{room}}" for other, room in others)
-    return f"  {cells[name]:<{room}}{figures}".rstrip()
+def _line(cells: list[str]) -> str:
+    room, *rooms = _COLUMNS.values()
+    name, *figures = cells
+    if len(name) > room:  # the figures then stand in a line of their own
+        return f"  {name}\n" + _line(["", *figures])
+    shown = "".join(f" {cell:>{wide}}" for cell, wide in zip(figures, rooms, strict=True))
+    return f"  {name:<{room}}{shown}".rstrip()
 
 
 def _figures(row: Row) -> list[str]:

@@ -27,7 +27,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
 
 ERROR_COLUMNS = ("value\nerror", "allowed", "gradient\nerror", "allowed")
-WIDE = 80  # columns of a terminal; a narrower one is not told what is allowed
 LEGEND = (
     "An error is the largest difference from float64, relative to 1 + |value|.\n"
     f"Allowed is the error of the definition in the same dtype plus {TOLERANCE:.1e}.\n"
@@ -91,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
         results = list(check(device))
         failures = [result for result in results if not result.passed]
         if not args.verbose and not args.failed:
-            console.print(_summary(device, results, console.width >= WIDE))
+            console.print(_summary(device, results))
         for op, group in _by_op(results if args.verbose else failures):
-            console.print(_table(f"{op} on {device}", group, console.width >= WIDE))
+            console.print(_table(f"{op} on {device}", group))
         for why in sorted({result.failure for result in failures if result.failure}):
             console.print(why, markup=False, highlight=False, soft_wrap=True)
         console.print(
@@ -109,19 +108,19 @@ def _by_op(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
         yield op, list(group)
 
 
-def _summary(device: torch.device, results: list[Result], wide: bool) -> Table:
+def _summary(device: torch.device, results: list[Result]) -> Table:
     """A row for each op: how many cases passed, and the errors of those nearest to failing."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # no wider than 80 columns
     table.add_column(f"op on {device}", min_width=22)  # the longest name is not cut
-    for column in ("passed", *ERROR_COLUMNS[:: 1 if wide else 2], ""):
+    for column in ("passed", *ERROR_COLUMNS, ""):
         table.add_column(column)
     for op, group in _by_op(results):
         passed = sum(result.passed for result in group)
         table.add_row(
             op,
             f"{passed} of {len(group)}",
-            *_shown(_worst([result.forward for result in group]), wide),
-            *_shown(_worst([result.gradient for result in group]), wide),
+            *_shown(_worst([result.forward for result in group])),
+            *_shown(_worst([result.gradient for result in group])),
             "[green]pass" if passed == len(group) else "[bold red]FAIL",
         )
     return table
@@ -132,8 +131,8 @@ def _worst(found: list[Errors | None]) -> Errors | None:
     return max(compared, key=lambda errors: errors.kernel - errors.allowed, default=None)
 
 
-def _table(title: str, results: list[Result], wide: bool) -> Table:
-    columns = ("case", "dtype", *ERROR_COLUMNS[:: 1 if wide else 2], "")
+def _table(title: str, results: list[Result]) -> Table:
+    columns = ("case", "dtype", *ERROR_COLUMNS, "")
     table = Table(
         *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -141,17 +140,16 @@ def _table(title: str, results: list[Result], wide: bool) -> Table:
         table.add_row(
             result.case,
             str(result.dtype).removeprefix("torch."),
-            *_shown(result.forward, wide),
-            *_shown(result.gradient, wide),
+            *_shown(result.forward),
+            *_shown(result.gradient),
             "[green]pass" if result.passed else "[bold red]FAIL",
         )
     return table
 
 
-def _shown(errors: Errors | None, wide: bool) -> tuple[str, ...]:
+def _shown(errors: Errors | None) -> tuple[str, str]:
     """The kernel's error and what is allowed, where a kernel ran."""
-    shown = (f"{errors.kernel:.1e}", f"{errors.allowed:.1e}") if errors else ("-", "-")
-    return shown if wide else shown[:1]
+    return (f"{errors.kernel:.1e}", f"{errors.allowed:.1e}") if errors else ("-", "-")
 
 
 def check(device: torch.device) -> Iterator[Result]:

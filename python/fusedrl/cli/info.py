@@ -6,9 +6,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
-import sys
-import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,7 @@ _LIBRARIES = ("_C", "_C_cuda")
 
 EXAMPLES = """\
 examples:
-  fusedrl info              # what is installed, and what is missing
-  fusedrl info > info.md    # the same as Markdown tables, for a bug report
+  fusedrl info > info.md    # Markdown tables, for a bug report
   fusedrl info --json       # the same for a program
 
 exit codes:
@@ -44,8 +40,6 @@ def run(args: argparse.Namespace) -> int:
     facts = collect() | {"missing": missing() or {"nothing": "every part of fusedrl can be used"}}
     if args.json:
         print(json.dumps(facts, indent=2))
-    elif sys.stdout is not None and sys.stdout.isatty():
-        print(_plain(facts, shutil.get_terminal_size().columns))
     else:
         print(_markdown(facts))
     return 0
@@ -131,25 +125,6 @@ def _cpu_level(host: Any) -> dict[str, str]:
         "gradients of bfloat16 heads": "with the errors of float32 products; after "
         'torch.set_float32_matmul_precision("medium") with those of plain torch, and faster',
     }
-
-
-def _plain(facts: dict[str, dict[str, Any]], width: int) -> str:
-    """The facts for a terminal of so many columns."""
-    blocks = []
-    for section, entries in facts.items():
-        lines = [
-            textwrap.fill(
-                f"{name}: {' '.join(str(value).replace('`', '').split())}",
-                max(width, 20),
-                initial_indent="  ",
-                subsequent_indent="      ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for name, value in entries.items()
-        ]
-        blocks.append("\n".join([section, *lines]))
-    return "\n\n".join(blocks)
 
 
 def _markdown(facts: dict[str, dict[str, Any]]) -> str:
