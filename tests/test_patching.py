@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import pickle
-import re
 import sys
 import threading
 from types import ModuleType
@@ -193,24 +191,6 @@ def test_other_packages_are_reported_and_left_alone(toys, better):
         assert ("user", "Mine") in again.held
 
 
-@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
-def test_instances_of_the_old_class_pickle_under_the_patch(toys, better, protocol):
-    old_class = toys.Toy
-    instance = old_class(7)
-    before = pickle.dumps(instance, protocol)
-    with replace("toys", [Replacement("toys.shelf", "Thing", better)]):
-        during = pickle.dumps(instance, protocol)
-        ours = pickle.loads(before)
-        assert type(ours) is better and ours.value == 7
-        same = pickle.loads(during)
-        assert type(same) is old_class and same.value == 7
-        assert type(copy.deepcopy(instance)) is type(copy.copy(instance)) is old_class
-    for stored in (before, during):
-        loaded = pickle.loads(stored)
-        assert type(loaded) is old_class and loaded.value == 7
-    assert pickle.dumps(instance, protocol) == before
-
-
 @pytest.mark.heavy
 def test_threads_that_patch_at_once_do_not_meet(toys, better, caplog):
     before = snapshot()
@@ -283,16 +263,6 @@ def test_a_method_that_was_changed_under_the_patch_is_left_alone(heirs, caplog):
 def test_a_method_that_is_not_there_is_refused(heirs, name):
     with pytest.raises(ValueError, match=f"expected it to have {name}, got none"):
         replace("toys", [Replacement("toys.shelf", name, abs)])
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("RetrieveKl", "RetrieveKL"), ("grpoloss", "GRPOLoss"), ("Retrieve", "RetrieveKL")],
-)
-def test_a_name_that_is_mistyped_is_told_the_nearest(name, nearest):
-    told = f"got '{name}'; did you mean '{nearest}'? Or leave names out to replace all of them"
-    with pytest.raises(ValueError, match=re.escape(told)):
-        patching.chosen_of(["KLComputation", name], ["KLComputation", "RetrieveKL", "GRPOLoss"])
 
 
 def test_names_are_chosen_once_each_and_all_by_default():

@@ -7,8 +7,6 @@ import what lazy modules stand for.
 
 from __future__ import annotations
 
-import copyreg
-import difflib
 import importlib
 import logging
 import sys
@@ -22,7 +20,6 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -30,7 +27,6 @@ logger = logging.getLogger("fusedrl")
 
 _lock = threading.RLock()
 _namespace: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
-_NEW_OBJECT = vars(copyreg)["__newobj__"]
 
 # Module, name, and what holds it under that name.
 _Place = tuple[str, str, MutableMapping[str, Any]]
@@ -161,16 +157,9 @@ def chosen_of(names: Iterable[str] | None, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise ValueError(
                 f"names: expected some of {', '.join(known)}, got {name!r}; "
-                f"{_nearest(name, known)}leave names out to replace all of them"
+                "leave names out to replace all of them"
             )
     return chosen
-
-
-def _nearest(name: object, known: Sequence[str]) -> str:
-    """A question that ends with the known name most like ``name``, if there is one."""
-    by_case = {each.casefold(): each for each in known}
-    found = difflib.get_close_matches(str(name).casefold(), by_case, n=1)
-    return f"did you mean {by_case[found[0]]!r}? Or " if found else ""
 
 
 def replace(package: str, replacements: Iterable[Replacement]) -> Report:
@@ -178,9 +167,8 @@ def replace(package: str, replacements: Iterable[Replacement]) -> Report:
 
     Modules that are imported later take the new object from the patched ones. The patch does not
     reach references other than globals (base classes, default arguments, attributes of classes,
-    closures), nor modules outside of the package, which the report names.
-
-    Instances of a replaced class still pickle, copy and load as what they are.
+    closures), nor modules outside of the package, which the report names. Instances that a replaced
+    class has made before do not pickle under the patch, as their class is not found by its name.
 
     Args:
         package: name of the package, such as ``"torchrl"``.
@@ -261,7 +249,6 @@ class _Patch:
     added: list[Replacement] = field(default_factory=list)
     written: list[tuple[Change, MutableMapping[str, Any]]] = field(default_factory=list)
     kept: set[tuple[str, str]] = field(default_factory=set)
-    reducers: list[type] = field(default_factory=list)
 
     def apply(self) -> list[Change]:
         # What holds ours already was not our doing, and is not ours to revert.
@@ -271,9 +258,6 @@ class _Patch:
             for module, name, namespace in self.places(slot, old):
                 self.write(Change(module, name, old, new), namespace)
             _originals[slot] = old
-            if isinstance(old, type) and old not in copyreg.dispatch_table:
-                copyreg.pickle(old, partial(_reduce, *slot))  # pyright: ignore[reportArgumentType]
-                self.reducers.append(old)
         for r in self.added:
             for module in r.add_to:
                 namespace = _namespace(sys.modules[module])
@@ -308,27 +292,6 @@ class _Patch:
                 if (module, name) not in self.kept:
                     namespace[name] = old
             _originals.pop(slot, None)
-        for cls in self.reducers:
-            copyreg.dispatch_table.pop(cls, None)
-
-
-def instance_of(module: str, name: str, *args: Any) -> Any:
-    """A bare instance of the class that ``module.name`` is without a patch.
-
-    Pickles refer to this function: it keeps its name.
-    """
-    cls = _originals.get((module, name))
-    if cls is None:
-        cls = getattr(importlib.import_module(module), name)
-    return cls.__new__(cls, *args)
-
-
-def _reduce(module: str, name: str, instance: Any) -> tuple[Any, ...]:
-    """As pickle does, but without looking the class up under its name, which is another's now."""
-    function, args, *rest = instance.__reduce_ex__(4)
-    if function is _NEW_OBJECT and args[0] is type(instance):
-        function, args = instance_of, (module, name, *args[1:])
-    return (function, args, *rest)
 
 
 def _namespaces(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
