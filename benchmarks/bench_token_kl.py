@@ -62,7 +62,7 @@ def nested(samples: Samples, layout: torch.layout) -> Any:
 def padded(samples: Samples) -> Any:
     """Dense columns, NaN where there is no token."""
     p, q, r = (
-        ragged.to_padded(ragged.from_list(list(column)), float("nan"))
+        torch.nn.utils.rnn.pad_sequence(list(column), True, float("nan"))
         for column in zip(*samples, strict=True)
     )
     return _columns(p, q, r, len(samples))

@@ -35,16 +35,6 @@ def test_every_representation_round_trips(lengths, trailing):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padded(side):
-    packed = ragged.from_list(samples([2, 4, 1]))
-    padded = ragged.to_padded(packed, -1.0, side)
-    assert padded.shape == (3, 4)
-    again = ragged.from_padded(padded, padded != -1.0)
-    assert torch.equal(again.values, packed.values)
-    assert torch.equal(again.offsets, packed.offsets)
-
-
 def test_nested_conversions_share_memory():
     packed = ragged.from_list(samples([2, 3]))
     for nested in (ragged.to_jagged(packed), ragged.to_strided(packed)):
@@ -91,8 +81,6 @@ def test_host_metadata_ignores_the_default_device():
 def test_refusals():
     with pytest.raises(ValueError, match="at least one tensor"):
         ragged.from_list([])
-    with pytest.raises(ValueError, match="mask: expected bool"):
-        ragged.from_padded(torch.zeros(2, 3), torch.ones(2, 3))
     uneven = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(2, 4)])
     with pytest.raises(ValueError, match="one ragged dimension"):
         ragged.from_nested(uneven)

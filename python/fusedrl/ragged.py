@@ -56,9 +56,6 @@ def from_list(tensors: Sequence[Tensor]) -> Ragged:
         >>> packed = ragged.from_list([torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
         >>> packed.values, packed.offsets
         (tensor([1., 2., 3.]), tensor([0, 2, 3]))
-        >>> ragged.to_padded(packed, padding_value=-1.0)
-        tensor([[ 1.,  2.],
-                [ 3., -1.]])
     """
     if len(tensors) == 0:
         raise ValueError(
@@ -123,19 +120,6 @@ def _has_graph(tensor: Tensor) -> bool:
         return tensor.requires_grad
 
 
-def from_padded(padded: Tensor, mask: Tensor) -> Ragged:
-    """Pack the ``True`` positions of ``padded [B, T, ...]``; copies once.
-
-    Raises ``ValueError`` for a mask that is not bool ``[B, T]``.
-    """
-    if mask.dtype != torch.bool or mask.shape != padded.shape[: mask.dim()] or mask.dim() != 2:
-        raise ValueError(
-            f"mask: expected bool {tuple(padded.shape[:2])}, got {mask.dtype} "
-            f"{tuple(mask.shape)}; give one bool for each position"
-        )
-    return Ragged(padded[mask], offsets_of(mask.sum(1)))
-
-
 def to_list(ragged: Ragged) -> list[Tensor]:
     """The sequences as views of ``values``; reads the offsets on the host."""
     return list(ragged.values.split(ragged.offsets.diff().tolist()))
@@ -174,10 +158,3 @@ def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
     if values.storage_offset() != 0:
         values = values.clone()  # the view starts at the storage, not at the slice
     return strided_view(values.view(-1), sizes, steps, starts)
-
-
-def to_padded(ragged: Ragged, padding_value: float = 0.0, padding_side: str = "right") -> Tensor:
-    """A dense ``[B, max T, ...]`` copy, the sequences flush with the side that is not padded."""
-    return torch.nn.utils.rnn.pad_sequence(
-        to_list(ragged), batch_first=True, padding_value=padding_value, padding_side=padding_side
-    )
