@@ -32,7 +32,7 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
         num_gpus: GPUs that Ray reserves for it.
         device: where the models compute in the actor. Results are on the device of the data.
         actor_name: use the actor of this name, or start it. An actor that runs keeps its
-            arguments: different ones are refused, and those that you leave out are the actor's.
+            arguments, and those that are given here are not looked at.
         **kwargs: arguments of :class:`fusedrl.RetrieveKL`, and two more. ``ray_actor_options`` has
             further options of a Ray actor, such as ``namespace``. ``transform_class`` is a subclass
             to run in the actor; it may change ``_step``, ``_reset``, ``forward``, ``_call`` and the
@@ -40,9 +40,8 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: a model is given twice or not at all, ``detach`` is ``False``, another kind of
-            actor has the name, or the actor of that name has other arguments; also what the
-            transform in the actor raises.
+        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or another kind of
+            actor has the name; also what the transform in the actor raises.
         RuntimeError: the cluster has no room for the actor within five minutes.
 
     Example:
@@ -95,15 +94,14 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
         num_gpus: GPUs that Ray reserves for it.
         device: where the model computes in the actor. Results are on the device of the data.
         actor_name: use the actor of this name, or start it. An actor that runs keeps its
-            arguments: different ones are refused, and those that you leave out are the actor's.
+            arguments, and those that are given here are not looked at.
         **kwargs: arguments of :class:`fusedrl.KLRewardTransform`, and ``ray_actor_options`` and
             ``transform_class`` as for :class:`fusedrl.RayRetrieveKL`.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: a model is given twice or not at all, ``detach`` is ``False``, another kind of
-            actor has the name, or the actor of that name has other arguments; also what the
-            transform in the actor raises.
+        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or another kind of
+            actor has the name; also what the transform in the actor raises.
         RuntimeError: the cluster has no room for the actor within five minutes.
 
     Example:

@@ -128,24 +128,7 @@ class RayKL(RayTransform):
                 f"{full_name(self._service_cls)}, got {self._description.transform_class}; "
                 "use another name"
             )
-        if actor_name is not None:
-            self._check_arguments(actor_name, models, arguments)
         self.in_keys, self.out_keys = self._description.in_keys, self._description.out_keys
-
-    def _check_arguments(
-        self, actor_name: str, models: dict[str, tuple[Any, Any]], arguments: dict[str, Any]
-    ) -> None:
-        """Refuse arguments that are not those of the actor, which others may have started."""
-        factories = {f"{name}_factory": factory for name, (_, factory) in models.items()}
-        given = arguments | factories
-        for name in models:
-            given.pop(name, None)
-        told = self._get(self._actor.differences.remote(given))  # pyright: ignore[reportOptionalMemberAccess]
-        if told:
-            raise ValueError(
-                f"actor_name: expected the arguments that {actor_name!r} was started with, got "
-                f"{'; '.join(told)}; leave them out to use the actor's, or use another name"
-            )
 
     def _find(self, actor_name: str, namespace: str | None) -> Any:
         try:

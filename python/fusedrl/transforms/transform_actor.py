@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import Compose, Transform
 
 from fusedrl.transforms.kl_computation import KLComputation
-from fusedrl.transforms.renamed_arguments import RENAMED
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.rollout_columns import ATTENTION
 from fusedrl.transport import Serialized, deserialize, serialize
@@ -51,20 +47,6 @@ class TransformActor:
         keys = list(transform.in_keys), list(transform.out_keys)
         return Description(name, text, *keys, *_columns_read(transform))
 
-    def differences(self, given: dict[str, Any]) -> list[str]:
-        """Say which arguments of another caller differ from those of this transform.
-
-        Models are not compared, and factories are compared by their names.
-        """
-        known = inspect.signature(self._class.__init__).parameters
-        own, told = _compared(self._arguments, known), []
-        for name, value in _compared(given, known).items():
-            default = known[name].default if name in known else inspect.Parameter.empty
-            mine = own.get(name, default)
-            if not _same(value, mine):
-                told.append(f"{name}={_shown(value)}, where it has {_shown(mine)}")
-        return told
-
     def spec(self, method: str, spec: Composite) -> Composite:
         """The spec that the transform makes from another one."""
         return getattr(self._transform, method)(spec)
@@ -83,32 +65,6 @@ class TransformActor:
         parents = {key[0] for key in written if isinstance(key, tuple)}
         read = {key for columns in _columns_read(self._transform) for key in columns} - written
         return {key if isinstance(key, str) or key[0] in parents else key[0] for key in read}
-
-
-def _compared(arguments: dict[str, Any], known: Container[str]) -> dict[str, Any]:
-    """The arguments that can be compared, under the names that the transform has for them."""
-    other = RENAMED | {new: old for old, new in RENAMED.items()}
-    return {
-        name if name in known else other.get(name, name): value
-        for name, value in arguments.items()
-        if name not in ("gen_model", "ref_model", "tokenizer")
-        and (value is not None or not name.endswith("_factory"))
-    }
-
-
-def _same(given: Any, mine: Any) -> bool:
-    if isinstance(given, torch.device) or isinstance(mine, torch.device):
-        return str(given) == str(mine)
-    given, mine = (x.tolist() if isinstance(x, Tensor) else x for x in (given, mine))
-    # Functions of two processes count as the same if they have the same name.
-    return given == mine or (callable(given) and _shown(given) == _shown(mine))
-
-
-def _shown(value: Any) -> str:
-    if value is inspect.Parameter.empty:
-        return "none"
-    name = getattr(value, "__qualname__", None)
-    return repr(value) if name is None else f"{value.__module__}.{name}"
 
 
 def full_name(cls: type) -> str:
