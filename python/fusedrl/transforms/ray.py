@@ -40,8 +40,8 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or another kind of
-            actor has the name; also what the transform in the actor raises.
+        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or the actor of
+            that name is of another kind; also what the transform in the actor raises.
         RuntimeError: the cluster has no room for the actor within five minutes.
 
     Example:
@@ -100,8 +100,8 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or another kind of
-            actor has the name; also what the transform in the actor raises.
+        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or the actor of
+            that name is of another kind; also what the transform in the actor raises.
         RuntimeError: the cluster has no room for the actor within five minutes.
 
     Example:
