@@ -28,7 +28,6 @@ from fusedrl.cli import alive, bench_lines, numbers
 from fusedrl.cli.console import Console
 from fusedrl.cli.info import collect
 from fusedrl.cli.missing import requirement
-from fusedrl.scoring.signals import Terminated, raised
 
 if TYPE_CHECKING:
     from fusedrl.benchmarks.harness import Case, Row  # pyright: ignore[reportMissingImports]
@@ -67,7 +66,6 @@ exit codes:
   1    an answer of fusedrl is wrong, or one of its ops did not run
   2    the arguments are refused, or a result cannot be written
   130  Ctrl-C; what was measured until then is printed, stored and plotted
-  143  SIGTERM; the same
 """
 
 
@@ -163,7 +161,7 @@ def _run(args: argparse.Namespace) -> int:
     console = Console()
     copy_rate = harness.copy_bandwidth(args.device)
     results = files.Results(_facts(args, copy_rate))
-    ended = _measure(args, results, console, copy_rate)
+    _measure(args, results, console, copy_rate)
     results.write(args.out / "bench.json")
     for note in bench_lines.notes(results):
         _print(console, note)
@@ -171,8 +169,8 @@ def _run(args: argparse.Namespace) -> int:
     _draw_overview(results, args.out / "bench.png", console)
     if args.plots is not None:
         _plot([results], args.plots, console)
-    if ended is not None:
-        return 128 + ended
+    if results.interrupted is not None:
+        return 128 + signal.SIGINT
     return 1 if results.wrong or results.failed else 0
 
 
@@ -221,12 +219,8 @@ def _plot(measured: list[Results], folder: Path, console: Console) -> None:
 
 def _measure(
     args: argparse.Namespace, results: Results, console: Console, copy_rate: float
-) -> signal.Signals | None:
-    """Run case after case; a signal ends the loop and keeps what was measured.
-
-    Returns:
-        The signal that ended the loop, if one did.
-    """
+) -> None:
+    """Run case after case; Ctrl-C ends the loop and keeps what was measured."""
     limit = (QUICK_LIMIT if args.quick else math.inf) if args.limit is None else args.limit
     end = time.monotonic() + limit
     seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
@@ -238,30 +232,27 @@ def _measure(
     ):
         progress.add_task("measuring", total=None)
         try:
-            with raised():
-                for case in _cases(args, results):
-                    running = f"{case.op} {case.setting}"
-                    if time.monotonic() > end:
-                        results.skipped["the rest"] = f"not started: {limit:.0f} s were over"
-                        break
-                    if case.op != op:
-                        op = case.op
-                        _print(console, f"\n{op}: medians; speed-ups are those of fusedrl")
-                        _print(console, bench_lines.heading())
-                    _print(console, case.setting)
-                    try:
-                        measured = harness.measure(case, seconds, args.device, copy_rate)
-                    except Exception as error:
-                        # The input or the truth raised; what a contender raises stands in its row.
-                        results.failed[running] = f"{type(error).__name__}: {error}"
-                        continue
-                    for row in _kept(measured, results):
-                        _print(console, bench_lines.line(row, row in results.wrong))
-                    results.write(args.out / "bench.json")  # for a run that is killed later
-        except (KeyboardInterrupt, Terminated) as error:
+            for case in _cases(args, results):
+                running = f"{case.op} {case.setting}"
+                if time.monotonic() > end:
+                    results.skipped["the rest"] = f"not started: {limit:.0f} s were over"
+                    break
+                if case.op != op:
+                    op = case.op
+                    _print(console, f"\n{op}: medians; speed-ups are those of fusedrl")
+                    _print(console, bench_lines.heading())
+                _print(console, case.setting)
+                try:
+                    measured = harness.measure(case, seconds, args.device, copy_rate)
+                except Exception as error:
+                    # The input or the truth raised; what a contender raises stands in its row.
+                    results.failed[running] = f"{type(error).__name__}: {error}"
+                    continue
+                for row in _kept(measured, results):
+                    _print(console, bench_lines.line(row, row in results.wrong))
+                results.write(args.out / "bench.json")  # for a run that is killed later
+        except KeyboardInterrupt:
             results.interrupted = running
-            return error.signal if isinstance(error, Terminated) else signal.SIGINT
-    return None
 
 
 @contextmanager

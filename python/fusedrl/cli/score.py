@@ -17,10 +17,9 @@ from fusedrl.cli import alive, numbers
 from fusedrl.cli.console import Console
 from fusedrl.scoring import ChatError, ScoreError, Settings
 from fusedrl.scoring.errors import printable
-from fusedrl.scoring.inputs import check_inputs, hub_names
+from fusedrl.scoring.inputs import check_inputs
 from fusedrl.scoring.records import Source, opened
 from fusedrl.scoring.settings import DTYPES, ESTIMATORS, TEMPERATURES
-from fusedrl.scoring.signals import Terminated, raised
 
 if TYPE_CHECKING:
     from fusedrl.scoring import Summary
@@ -44,7 +43,6 @@ exit codes:
   1    the files are written, and some chats are not in them
   2    the input is refused, and nothing is written; one line says why
   130  Ctrl-C
-  143  SIGTERM; for any signal, the code is 128 and its number
 """
 
 
@@ -157,24 +155,19 @@ def score_and_print(
     """Run the job as the command does.
 
     Returns:
-        The exit code: 0, 1 if chats were left out, 2 if the input is refused, 128 and the number of
-        the signal that ended it.
+        The exit code: 0, 1 if chats were left out, 2 if the input is refused.
     """
     try:
-        with raised(), opened(chats) as source:
+        with opened(chats) as source:
             # Before the imports, which take seconds.
             found = check_inputs(source, policy, reference, settings.chat_template)
             errors = Console(stderr=True)
-            for line in (f"{source.name}: {found.format}", *hub_names(policy, reference)):
-                errors.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+            line = printable(f"{source.name}: {found.format}")
+            errors.print(line, markup=False, highlight=False, soft_wrap=True)
             summary = _score(source, policy, reference, out, settings, found.chats, errors)
     except ScoreError as error:
         print(f"score: {error}", file=sys.stderr)
         return 2
-    except Terminated as ended:
-        with suppress(OSError):
-            print(f"score: ended by {ended.signal.name}", file=sys.stderr)
-        return 128 + ended.signal
     _print_summary(summary, out, settings)
     return 1 if summary.skipped else 0
 

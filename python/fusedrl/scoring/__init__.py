@@ -4,7 +4,7 @@
 reads the file, ``chats`` and ``messages`` check its conversations, ``tokenization`` makes tokens of
 them and finds those of the assistant, ``pretrained`` and ``checkpoint`` load and check the two
 models, and ``batch_scores`` computes the scores. ``tables`` and ``report`` write the results, and
-``output`` and ``signals`` take care that all files appear, or none.
+``output`` takes care that all files appear, or none.
 
 The job loads torch and transformers, on first use.
 """

@@ -5,8 +5,6 @@ Nothing here loads torch or transformers, which takes seconds.
 
 from __future__ import annotations
 
-import difflib
-from contextlib import suppress
 from pathlib import Path
 
 from fusedrl.scoring.chats import Survey, survey
@@ -85,32 +83,9 @@ def _check_model(role: str, name: str) -> None:
             f"{role}: expected a folder, found a file at {name}; "
             "pass the folder that save_pretrained wrote"
         )
-    nearest = _nearest_folder(path)
-    remedy = "check the path" if nearest is None else f"did you mean {nearest}?"
-    raise ScoreError(f"{role}: expected a folder, found none at {name}; {remedy}")
-
-
-def hub_names(policy: str, reference: str) -> list[str]:
-    """A sentence for each model that is no folder, and is therefore asked of the hub."""
-    roles: dict[str, list[str]] = {}
-    for role, name in (("policy", policy), ("reference", reference)):
-        if not Path(name).is_dir():
-            roles.setdefault(name, []).append(role)
-    return [
-        f"{' and '.join(of)}: there is no folder {name!r} here, so the hub is asked for it"
-        for name, of in roles.items()
-    ]
+    raise ScoreError(f"{role}: expected a folder, found none at {name}; check the path")
 
 
 def _can_only_be_a_path(name: str) -> bool:
     """Whether a model of this name is no model of a hub, which are ``name`` or ``owner/name``."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-
-
-def _nearest_folder(path: Path) -> Path | None:
-    """The folder beside a missing one whose name is most like it, for a name that is mistyped."""
-    with suppress(OSError, ValueError):
-        folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
-        for name in difflib.get_close_matches(path.name, folders, n=1):
-            return path.with_name(name)
-    return None

@@ -65,7 +65,7 @@ def score_chats(
     Writes ``tokens.parquet``, ``chats.parquet`` and ``report.html`` into ``out``. The files are
     written into a temporary directory inside it and moved when all three are complete: a job that
     fails or is interrupted leaves the files of an earlier job as they were. A job that is killed
-    leaves that directory behind, and the next job removes it.
+    leaves that directory behind.
 
     Args:
         chats: a file of JSON lines, a JSON array or Parquet; ``"-"`` for standard input. Rows are

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fusedrl.scoring.errors import ScoreError
-from fusedrl.scoring.signals import held
 
 FILES = ("tokens.parquet", "chats.parquet", "report.html")
-_PREFIX = ".unfinished-"
 
 
 @contextmanager
 def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
     """A directory inside ``out`` for the files of one job, which is removed after the block.
-
-    Its lock shows that the job is alive. Directories that killed jobs left are removed first.
 
     Args:
         out: the output directory, made if absent; removed again if it stays empty.
@@ -34,27 +28,18 @@ def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
         _check_replaceable(out, inputs)
         missing = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
-    folder = lock = None
+        folder = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out)
     try:
-        with explain_write_errors(out), _locked(out), held():
-            _remove_abandoned(out)
-            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=out))
-            with suppress(OSError):  # without locks, nobody removes the directories of others
-                lock = _lock(folder)
-        yield folder
+        with folder as name:
+            yield Path(name)
     finally:
-        with held():
-            if folder is not None:
-                _remove(folder)
-            if lock is not None:
-                os.close(lock)
-            with suppress(OSError):
-                for made in missing:
-                    made.rmdir()
+        with suppress(OSError):
+            for made in missing:
+                made.rmdir()
 
 
 def publish(folder: Path, out: Path) -> list[str]:
-    """Move the files of a job to their place; files of two jobs never mix.
+    """Move the files of a job to their place.
 
     Returns:
         The names of files that were there before.
@@ -62,7 +47,7 @@ def publish(folder: Path, out: Path) -> list[str]:
     Raises:
         ScoreError: a file cannot be moved.
     """
-    with explain_write_errors(out), _locked(out), held():
+    with explain_write_errors(out):
         replaced = [name for name in FILES if (out / name).exists()]
         for name in FILES:
             (folder / name).replace(out / name)
@@ -96,46 +81,3 @@ def _check_replaceable(out: Path, inputs: Sequence[Path]) -> None:
         for path in inputs:
             if target.exists() and target.samefile(path):
                 raise ScoreError(f"out: {target} would replace the input; choose another directory")
-
-
-def _remove_abandoned(out: Path) -> None:
-    for folder in out.glob(f"{_PREFIX}*"):
-        if folder.is_symlink() or not folder.is_dir():
-            continue
-        with suppress(OSError):  # a job that runs has locked it, or the file system has no locks
-            lock = _lock(folder)
-            try:
-                _remove(folder)
-            finally:
-                os.close(lock)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a job's directory, but no file that a job does not write."""
-    with suppress(OSError):
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _lock(folder: Path) -> int:
-    """Lock a directory until the descriptor is closed; fails if another process has the lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """A block in which no other job makes or removes a directory, or moves its files."""
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
