@@ -259,7 +259,7 @@ def _kernels(
         found[names[base]] = {"ms": milliseconds}
         if gpu is not None:
             elements = sum(x.rows * x.columns for x in steps if x.name == names[base])
-            size = sum(one.read + one.written for one in model.KERNELS[names[base]])
+            size = model.KERNELS[names[base]]
             found[names[base]] |= {
                 "share": elements * size / (milliseconds / 1e3) / gpu.bandwidth,
                 "predicted_ms": 1e3 * elements * model.seconds(names[base], gpu),

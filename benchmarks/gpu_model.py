@@ -1,10 +1,8 @@
-"""Predictions, without a GPU: what limits each CUDA kernel, and the time of the linear ops.
+"""Predictions, without a GPU: the time of each CUDA kernel, and of the linear ops.
 
-A row kernel is as fast as the slowest of five: DRAM, the loads in flight, issued instructions,
-special functions and conversions. What it takes an element is read out of its machine code
-(``tests/sass/facts.json``). A linear op is its products and the row kernels between them, one after
-the other, each as slow as its arithmetic or its bytes; the sizes are those of ``head_tiles.h``,
-whose constants are read. ``python benchmarks/gpu_model.py`` prints the tables of
+A row kernel takes the bytes that it moves. A linear op is its products and the row kernels between
+them, one after the other, each as slow as its arithmetic or its bytes; the sizes are those of
+``head_tiles.h``, whose constants are read. ``python benchmarks/gpu_model.py`` prints the tables of
 ``docs/how-it-works/cuda-predictions.md``.
 """
 
@@ -18,9 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FACTS: dict[str, Any] = next(
-    iter(json.loads((ROOT / "tests/sass/facts.json").read_text()).values())
-)
 FLOAT = 4  # bytes
 
 
@@ -28,104 +23,51 @@ class Gpu(NamedTuple):
     """What NVIDIA states of a GPU, and assumptions that are the same for all."""
 
     name: str
-    architecture: str
     processors: int
-    clock: float  # Hz
     bandwidth: float  # bytes a second
     tensor_rate: float  # dense bfloat16 operations a second
 
     REACHED_BANDWIDTH = 0.92  # of a copy
     REACHED_PRODUCTS = 0.75  # of a large matrix product
-    REACHED_CYCLES = 0.8  # in which an instruction is issued
-    LATENCY = 650e-9  # seconds from a load to its value
-    INSTRUCTIONS, SPECIAL, CONVERSIONS = 128, 16, 64  # of a thread, a processor a clock
-    THREADS, REGISTERS = 2048, 65536  # of a processor
 
 
 GPUS = (
-    Gpu("A100", "80", 108, 1.41e9, 2.04e12, 312e12),
-    Gpu("H100", "90", 132, 1.755e9, 3.35e12, 989e12),
-    Gpu("H200", "90", 132, 1.755e9, 4.8e12, 989e12),
-    Gpu("B200", "100", 148, 1.85e9, 8.0e12, 2250e12),
+    Gpu("A100", 108, 2.04e12, 312e12),
+    Gpu("H100", 132, 3.35e12, 989e12),
+    Gpu("H200", 132, 4.8e12, 989e12),
+    Gpu("B200", 148, 8.0e12, 2250e12),
 )
-BLOCK_THREADS = 512  # a row of a large vocabulary
 
-
-class Pass(NamedTuple):
-    """A kernel's loop over a row, and the bytes that an element (or a pair) is read and written."""
-
-    kernel: str
-    loop: str
-    read: int
-    written: int = 0
-
-
-# The row kernels at bfloat16. Products are float32, and their gradients bfloat16.
-KERNELS: dict[str, tuple[Pass, ...]] = {
-    "forward_rows": (Pass("forward_rows<false, BFloat16>", "reads", 2),),
-    "forward_rows, entropy": (Pass("forward_rows<true, BFloat16>", "reads", 2),),
-    "backward_rows": (Pass("backward_rows<BFloat16>", "writes", 2, 2),),
-    "forward_pairs": (Pass("forward_pairs<false, false, BFloat16>", "reads", 4),),
-    "backward_pairs": (Pass("backward_pairs<false, false, BFloat16>", "writes", 4, 4),),
-    "forward_pairs, mixture": (
-        Pass("forward_pairs<true, false, BFloat16>", "reads", 4),
-        Pass("forward_pairs<true, false, BFloat16>", "scores", 4),
-    ),
-    "backward_pairs, mixture": (Pass("backward_pairs<true, false, BFloat16>", "writes", 4, 4),),
-    "add_tile": (Pass("add_tile<false, BFloat16>", "reads", 4),),
-    "differentiate_tile": (Pass("differentiate_tile<BFloat16>", "writes", 4, 2),),
-    "policy_rows": (
-        Pass("policy_rows<false, BFloat16>", "reads", 4),
-        Pass("policy_rows<false, BFloat16>", "writes", 4, 2),
-    ),
-    "add_pair_tile": (Pass("add_pair_tile<false, BFloat16>", "reads", 8),),
-    "add_mixture_tile": (Pass("add_mixture_tile<BFloat16>", "scores", 8),),
-    "differentiate_pair_tile": (
-        Pass("differentiate_pair_tile<false, false, BFloat16>", "writes", 8, 4),
-    ),
-    "differentiate_pair_tile, mixture": (
-        Pass("differentiate_pair_tile<true, false, BFloat16>", "writes", 8, 4),
-    ),
+# The bytes that a row kernel reads and writes for each element (or pair of two rows), at bfloat16.
+# Products are float32, and their gradients bfloat16. A mixture is read twice in the forward pass.
+KERNELS = {
+    "forward_rows": 2,
+    "forward_rows, entropy": 2,
+    "backward_rows": 4,
+    "forward_pairs": 4,
+    "backward_pairs": 8,
+    "forward_pairs, mixture": 8,
+    "backward_pairs, mixture": 8,
+    "add_tile": 4,
+    "differentiate_tile": 6,
+    "policy_rows": 10,
+    "add_pair_tile": 8,
+    "add_mixture_tile": 8,
+    "differentiate_pair_tile": 12,
+    "differentiate_pair_tile, mixture": 12,
 }
 
 
-class Prediction(NamedTuple):
-    """What is the slowest, and the share of the stated bandwidth that this leaves."""
-
-    limit: str
-    share: float
-
-
-def limits(of: Pass, gpu: Gpu) -> dict[str, float]:
-    """The seconds an element that each limit allows, all processors together."""
-    kernel = FACTS[gpu.architecture][of.kernel]
-    loop = kernel[of.loop]
-    rounded = math.ceil(kernel["registers"] / 8) * 8 * BLOCK_THREADS
-    threads = min(gpu.THREADS // BLOCK_THREADS, gpu.REGISTERS // rounded) * BLOCK_THREADS
-    in_flight = threads * loop["loads_in_flight"] * loop["load_bits"] // 8
-    cycle = 1 / (gpu.clock * gpu.REACHED_CYCLES)
-    of_processor = {
-        "loads in flight": of.read * gpu.LATENCY / in_flight,
-        "issue": loop["instructions"] * cycle / gpu.INSTRUCTIONS,
-        "special functions": loop["mufu"] * cycle / gpu.SPECIAL,
-        "conversions": loop["conversions"] * cycle / gpu.CONVERSIONS,
-    }
-    dram = (of.read + of.written) / (gpu.bandwidth * gpu.REACHED_BANDWIDTH)
-    return {"DRAM": dram} | {name: t / gpu.processors for name, t in of_processor.items()}
+def written_kernels() -> set[str]:
+    """The names of all kernels in the sources."""
+    sources = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cu")]
+    start = re.compile(r"__global__ void(?:\s+__launch_bounds__\([^)]*\))?\s+(\w+)\(")
+    return {name for source in sources for name in start.findall(source.read_text())}
 
 
 def seconds(name: str, gpu: Gpu) -> float:
     """The predicted time of a row kernel, an element."""
-    return sum(max(limits(one, gpu).values()) for one in KERNELS[name])
-
-
-def predict(name: str, gpu: Gpu) -> Prediction:
-    """What limits a row kernel: of its passes, the one that takes longest."""
-    slowest = max(KERNELS[name], key=lambda one: max(limits(one, gpu).values()))
-    of_slowest = limits(slowest, gpu)
-    size = sum(one.read + one.written for one in KERNELS[name])
-    share = size / gpu.bandwidth / seconds(name, gpu)
-    return Prediction(max(of_slowest, key=lambda limit: of_slowest[limit]), share)
+    return KERNELS[name] / (gpu.bandwidth * gpu.REACHED_BANDWIDTH)
 
 
 def sizes_of(header: Path) -> dict[str, int]:
@@ -348,27 +290,14 @@ def measured(records: list[dict[str, Any]]) -> Cells:
 
 
 def row_table(found: Mapping[str, Cells]) -> str:
-    """Markdown: what limits each row kernel, the share of the bandwidth, and what GPUs measured."""
-    facts = FACTS["90"]
+    """Markdown: the bytes that each row kernel moves, and the share of the bandwidth measured."""
     lines = [
-        "| kernel | registers | loads in flight | instructions | special functions | "
-        + " | ".join((*(gpu.name for gpu in GPUS), *_headings(found)))
-        + " |",
-        "|---|---|---|---|---|" + "---|" * (len(GPUS) + len(found)),
+        f"| kernel | bytes an element | {' | '.join(_headings(found))} |",
+        "|---|---|" + "---|" * len(found),
     ]
-    for name, passes in KERNELS.items():
-        loops = [facts[one.kernel][one.loop] for one in passes]
-        flight = " + ".join(f"{x['loads_in_flight']} x {x['load_bits'] // 8} B" for x in loops)
-        cells = [
-            f"`{name.split(',')[0]}`{name[len(name.split(',')[0]) :]}",
-            str(facts[passes[0].kernel]["registers"]),
-            flight,
-            f"{sum(x['instructions'] for x in loops):.1f}",
-            f"{sum(x['mufu'] for x in loops):.1f}",
-        ]
-        for gpu in GPUS:
-            limit, share = predict(name, gpu)
-            cells.append(f"{100 * share:.0f} %, {limit}")
+    for name, moved in KERNELS.items():
+        kernel, comma, rest = name.partition(",")
+        cells = [f"`{kernel}`{comma}{rest}", str(moved)]
         cells += [cells_of.get(name, "") for cells_of in found.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
