@@ -101,8 +101,8 @@ def test_refused(options, error, message):
 
 
 @pytest.mark.parametrize("cls", [LLMCollector, AsyncCollector, RayLLMCollector])
-def test_an_unknown_argument_is_one_of_the_class_that_was_called(cls):
-    with pytest.raises(TypeError, match=rf"^{cls.__name__}\.__init__\(\) .* argument 'unknown'"):
+def test_an_unknown_argument_is_refused_by_its_name(cls):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
         cls(Counting, unknown=1)
 
 

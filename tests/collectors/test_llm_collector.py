@@ -24,6 +24,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 
 from fusedrl import LLMCollector
+from fusedrl.collectors.options import DialogOptions
 
 IDS = ("collector", "traj_ids")
 
@@ -38,8 +39,8 @@ def test_has_every_public_name_of_torchrls(collect):
     collector = collect()
     assert names <= set(dir(collector))
     assert callable(collector.rollout) and callable(LLMCollector.as_remote)
-    given = inspect.signature(TorchrlLLMCollector.__init__).parameters
-    assert given.keys() <= inspect.signature(LLMCollector.__init__).parameters.keys()
+    given = inspect.signature(TorchrlLLMCollector).parameters
+    assert given.keys() <= inspect.signature(DialogOptions).parameters.keys()
 
 
 def test_what_it_was_made_with(collect):
