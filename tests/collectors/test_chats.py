@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, StepCounter
-from torchrl.envs.llm import DatasetChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from transforms.dialogs import assert_rows_equal, rows
 
@@ -82,28 +80,6 @@ def test_transforms_find_the_policy_through_the_collector(scoring, chat_env, col
     assert len(batches) == 2
     for batch in batches:
         check(batch, 4)
-
-
-def test_replay_buffer_and_versions(scoring, chat_env, collect):
-    buffer = ReplayBuffer(storage=LazyStackStorage(20), batch_size=3)
-    collector = collect(chat_env(scoring), replay_buffer=buffer, track_policy_version=True)
-    for _ in collector:
-        collector.increment_version()
-    assert buffer[:]["policy_version"].tolist() == [0] * 4 + [1] * 4
-    check(buffer.sample(), 3)
-
-
-def test_a_dataset_environment_asks_its_first_question(tokenizer, greedy, collect):
-    loader = torch.utils.data.DataLoader(
-        [{"query": f"Question {n}?"} for n in range(4)],
-        batch_size=1,
-        collate_fn=lambda batch: TensorDict(
-            query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
-        ),
-    )
-    env = DatasetChatEnv.from_dataloader(tokenizer=tokenizer, dataloader=loader)
-    batch = collect(env, policy=greedy, dialog_turns_per_batch=1, total_dialog_turns=1).next()
-    assert "Question 0?" in str(batch["history"].prompt[0].content)
 
 
 def test_a_trainer_publishes_while_dialogs_run(chat_env, collect, greedy, policy_model):

@@ -25,6 +25,8 @@ from fusedrl import (
     WeightChannel,
 )
 
+pytestmark = pytest.mark.heavy
+
 TURNS_AND_MORE = [TURNS, pytest.param(20 * TURNS, marks=pytest.mark.slow)]
 
 

@@ -29,6 +29,8 @@ from torchrl.modules.llm import TransformersWrapper
 from fusedrl import RayLLMCollector, RayRemoteWeightUpdater
 from fusedrl.collectors.ray_llm_collector import DialogActor
 
+pytestmark = pytest.mark.heavy
+
 ray = pytest.importorskip("ray")
 
 PAGE = Path(__file__).parents[2] / "docs/tutorials/ray-cluster.md"

@@ -82,14 +82,6 @@ def test_another_scheme_numbers_them_again(collect, kind):
     assert collector.rollout()["next", "policy_version"].flatten().tolist() == [2] * 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_versions_a_collector_goes_on_after_a_shutdown(collect, kind):
-    collector, scheme = collect(kind, track_policy_version=False)
-    collector.rollout()
-    scheme.shutdown()
-    assert collector.rollout()["low"].flatten().tolist() == [1.0] * 4
-
-
 def test_frames_of_random_actions_have_one_tag(collect):
     policy = TensorDictModule(Canary(), ["observation"], ["action", "low", "high"])
     collector, _ = collect(Collector, policy=policy, init_random_frames=8, reset_at_each_iter=True)

@@ -36,6 +36,7 @@ __all__ = ["forked", "one_thread"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("mode", ["alias", "copy"])
 def test_frames_of_a_collector_in_the_trainers_process_have_one_version_each(mode):
     policy = canary_policy()
@@ -53,31 +54,14 @@ def test_frames_of_a_collector_in_the_trainers_process_have_one_version_each(mod
     assert policy._compiled_call_impl is None and not policy._load_state_dict_pre_hooks
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("make", [MultiSyncCollector, MultiAsyncCollector, AsyncCollector])
 def test_frames_of_worker_processes_have_one_version_each(make, forked):
     with collecting(make, ChannelWeightSyncScheme(), canary_policy()) as (collector, iterator):
         check_every_frame(collector, iterator, 6)
 
 
-def test_what_workers_save_is_one_version_and_what_they_restore_stays_out_of_the_channel(forked):
-    scheme = ChannelWeightSyncScheme()
-    with collecting(MultiSyncCollector, scheme, canary_policy()) as (collector, iterator):
-        next(iterator)
-        collector.update_policy_weights_(weights_of(2.0))
-        saved = collector.state_dict()
-        workers = [w["policy_state_dict"] for k, w in saved.items() if k.startswith("worker")]
-        assert len(workers) == 2
-        for state in workers:
-            assert {float(n) for x in state.values() for n in x} == {2.0}
-            for x in state.values():
-                x.fill_(9.0)
-        collector.load_state_dict(saved)
-        newest(collector, iterator, 2)
-        for version in range(3, 9):  # all slots
-            collector.update_policy_weights_(weights_of(float(version)))
-            newest(collector, iterator, version)
-
-
+@pytest.mark.heavy
 def test_a_spawned_worker_gets_weights_in_every_form():
     policy = canary_policy()
     scheme = ChannelWeightSyncScheme(strategy="state_dict", dtype=torch.float64)
@@ -102,6 +86,7 @@ def test_a_spawned_worker_gets_weights_in_every_form():
         newest(collector, iterator, 6)
 
 
+@pytest.mark.heavy
 def test_a_killed_worker_is_logged_once_and_holds_nobody_up(caplog, forked):
     scheme = ChannelWeightSyncScheme()
     with collecting(MultiSyncCollector, scheme, canary_policy()) as (collector, iterator):
@@ -133,13 +118,7 @@ def test_an_update_between_the_policy_call_and_the_step_leaves_the_tag():
         assert sorted(versions(batch)) == list(range(first, first + len(batch)))
 
 
-def test_a_collector_that_compiles_its_policy_follows():
-    compiled = {"backend": "eager", "fullgraph": True}
-    scheme, policy = ChannelWeightSyncScheme(), make_policy(1.0)
-    with collecting(Collector, scheme, policy, compile_policy=compiled) as (collector, iterator):
-        check_that_updates_count(collector, iterator)
-
-
+@pytest.mark.heavy
 def test_a_policy_that_is_compiled_already_follows():
     policy, scheme = make_policy(1.0), ChannelWeightSyncScheme()
     policy.compile(backend="eager")
@@ -213,19 +192,6 @@ def test_nothing_is_left_after_a_shutdown():
         collector.update_policy_weights_()
 
 
-def test_a_collector_that_is_dropped_frees_its_channel():
-    scheme, before = ChannelWeightSyncScheme(), maps()
-    collector = Collector(Ones, canary_policy(), weight_sync_schemes={"policy": scheme}, **FRAMES)
-    handle = scheme.channel.handle
-    handle.open().close()
-    assert maps() > before
-    del collector
-    assert maps() == before
-    assert scheme.version is None
-    with pytest.raises(RuntimeError, match="expected a running publisher"):
-        handle.open()
-
-
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
 def test_a_peft_model_is_sent_merged_or_as_it_is(strategy):
     peft = pytest.importorskip("peft")
@@ -273,13 +239,6 @@ def test_what_a_channel_cannot_do_is_refused():
         assert scheme.version == 1
         with pytest.raises(RuntimeError, match="weights: expected them through the channel"):
             scheme.apply_weights(weights_of(1.0))
-
-
-def test_a_model_that_cannot_be_copied_is_refused():
-    policy = make_policy()
-    policy.lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"expected one that copy\.deepcopy takes"):
-        Collector(Ones, policy, weight_sync_schemes={"policy": ChannelWeightSyncScheme()}, **FRAMES)
 
 
 def test_torchrl_knows_the_backend_and_what_the_scheme_builds_on():
