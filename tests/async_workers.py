@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
 
 from fusedrl import AsyncCollector
+from fusedrl.collectors.process import async_collector
 
 
 class Odd(Exception):
@@ -162,6 +163,11 @@ class WithProcesses(CountingEnv):
         for process in self.processes:
             process.terminate()
         super().close(**kwargs)
+
+
+def fork_workers() -> None:
+    """Let the workers of this process be forks of it."""
+    async_collector.process_context = lambda: multiprocessing.get_context("fork")
 
 
 def collect_in_a_script(folder: str, batches: int) -> None:

@@ -25,7 +25,7 @@ from fusedrl import RetrieveKL, RetrieveLogProb
 
 MODELS = 4
 ROWS = 4  # dialogs side by side, whose turns are one call of the policy
-TURNS = 20 * ROWS
+TURNS = 12 * ROWS
 
 
 def model(tokenizer: Any, seed: int) -> Any:
@@ -158,5 +158,5 @@ def check_versions(
         collector.shutdown()
     for batch in batches:
         recomputed.check(batch)
-    assert recomputed.turns >= turns and len(recomputed.versions) > 10
+    assert recomputed.turns >= turns and len(recomputed.versions) > 5
     assert recomputed.wrong == [], recomputed.wrong

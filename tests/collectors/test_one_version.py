@@ -73,16 +73,12 @@ def test_the_scheme_in_the_trainers_process(tokenizer, of, mode):
     check_versions(collector, tokenizer, publish)
 
 
-# Each pair of a worker's class, a mode and a way is in one of the first four.
+# Each pair of a worker's class, a mode and a way is in one of these.
 WORKERS = [
     (LLMCollector, "alias", "scheme"),
     (LLMCollector, "copy", "channel"),
     (None, "copy", "scheme"),
     (None, "alias", "channel"),
-    pytest.param(LLMCollector, "copy", "scheme", marks=pytest.mark.slow),
-    pytest.param(LLMCollector, "alias", "channel", marks=pytest.mark.slow),
-    pytest.param(None, "alias", "scheme", marks=pytest.mark.slow),
-    pytest.param(None, "copy", "channel", marks=pytest.mark.slow),
 ]
 
 

@@ -139,7 +139,7 @@ UNTIED = "module.model.lm_head.weight.* expected the values of .*module.model.mo
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("tied", TIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen2", "gemma"])
 def test_a_channel_publishes_each_form(kind, tied):
     policy = policy_of(kind, tied)
     with WeightChannel.create(policy) as channel, channel.handle.open() as reader:
