@@ -78,13 +78,6 @@ class TestCalls:
         call_by_length(policy, dialogs)
         assert calls == [[2, 2]]
 
-    def test_of_a_pool_of_batched_environments(self, policy, calls):
-        of_one, of_two = ([dialog(n) for n in given] for given in ((2, 2), (1, 2)))
-        answers = call_by_length(policy, lazy_stack([lazy_stack(of_two), lazy_stack(of_one)]))
-        assert sorted(map(sorted, calls)) == [[1], [2], [2, 2]]
-        assert answers["action"].flatten().tolist() == [10, 20, 20, 20]
-        assert answers.batch_size == (2, 2)
-
 
 @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
 def test_the_batches_are_those_of_a_policy_that_takes_all_lengths(collect, mode):

@@ -112,16 +112,6 @@ def test_the_model_that_a_wrapper_wraps(collect):
         assert of(collector.next()) == [3, 3]
 
 
-def test_weights_of_another_model_are_refused_and_leave_no_reader(collect):
-    env = TransformedEnv(Counting())
-    env.base_env.is_closed = False
-    with WeightChannel.create(torch.nn.Linear(1, 1)) as channel:
-        with pytest.raises(ValueError, match=r"channel: expected weights of .*, got bias"):
-            collect(env, channel=channel.handle)
-        assert not any(reader.alive for reader in channel.readers())
-    assert not env.is_closed and "policy_version" not in env.observation_spec
-
-
 def test_a_stored_state_stays_and_its_weights_give_way_to_those_of_the_channel(channel, collect):
     collector = collect()
     publish(channel, 3)
@@ -153,17 +143,6 @@ def test_a_reader_that_is_given_stays_open(channel, collect):
         assert of(collector.next()) == [4, 4]
         collector.shutdown()
         assert reader.version == 4
-
-
-def test_a_reader_that_is_closed_is_named_by_the_argument(channel, collect):
-    publish(channel, 4)
-    reader = channel.handle.open()
-    collector = collect(channel=reader)
-    assert of(collector.next()) == [4, 4]
-    reader.close()
-    for use in (collector.rollout, lambda: collect(channel=reader)):
-        with pytest.raises(RuntimeError, match=r"channel: expected a reader that stays open"):
-            use()
 
 
 @pytest.mark.parametrize("way", ["channel", "scheme"])
@@ -228,3 +207,13 @@ def test_a_collector_in_another_process(channel):
         pass
     process.join(30)
     assert process.exitcode == 0
+
+
+def test_weights_of_another_model_are_refused_and_leave_no_reader(collect):
+    env = TransformedEnv(Counting())
+    env.base_env.is_closed = False
+    with WeightChannel.create(torch.nn.Linear(1, 1)) as channel:
+        with pytest.raises(ValueError, match=r"channel: expected weights of .*, got bias"):
+            collect(env, channel=channel.handle)
+        assert not any(reader.alive for reader in channel.readers())
+    assert not env.is_closed and "policy_version" not in env.observation_spec

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.envs import AsyncEnvPool, StepCounter
 from torchrl.modules.llm import TransformersWrapper
 from transforms.dialogs import assert_rows_equal, rows
 
-from fusedrl import LLMCollector, RetrieveKL, WeightChannel
+from fusedrl import LLMCollector, RetrieveKL
 
 GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
 
@@ -80,37 +79,6 @@ def test_transforms_find_the_policy_through_the_collector(scoring, chat_env, col
     assert len(batches) == 2
     for batch in batches:
         check(batch, 4)
-
-
-def test_a_trainer_publishes_while_dialogs_run(chat_env, collect, greedy, policy_model):
-    import copy
-
-    trained = copy.deepcopy(policy_model)
-    with WeightChannel.create(policy_model) as channel:
-        model = copy.deepcopy(policy_model)
-        policy = TransformersWrapper(
-            model,
-            tokenizer=greedy.tokenizer,
-            generate_kwargs={"max_new_tokens": 5, "do_sample": False},
-        )
-        options = {"dialog_turns_per_batch": 2, "total_dialog_turns": 6}
-        collector = collect(
-            chat_env(),
-            policy=policy,
-            channel=channel.handle,
-            track_policy_version=True,
-            **options,
-        )
-        versions, answers = [], []
-        for batch in collector:
-            versions.append(batch["next", "policy_version"].flatten().tolist())
-            answers.append([row.tolist() for row in rows(batch.reshape(-1), ("tokens", "full"))])
-            with torch.no_grad():
-                for parameter in trained.parameters():
-                    parameter.mul_(1.5).add_(0.1 * torch.randn_like(parameter))
-            channel.publish(trained)
-        assert versions == [[0, 0], [1, 1], [2, 2]]
-        assert answers[0] != answers[1] != answers[2]
 
 
 class TestAsyncEnvPool:

@@ -64,22 +64,11 @@ def test_what_a_caller_does_to_a_batch_changes_no_other(collect, mode, lazy):
     assert list(batches(True)) == list(batches(False))
 
 
-def test_completed_trajectories_need_no_batch_size(collect):
-    for options in ({"yield_completed_trajectories": True}, {"yield_only_last_steps": True}):
-        batches = list(collect(dialog_turns_per_batch=None, **options))
-        assert batches and all(batch["next", "done"][-1].all() for batch in batches)
-
-
 def test_dropped_turns_are_charged(collect):
     collector = collect(Counting(2, 3), yield_only_last_steps=True, total_dialog_turns=14)
     (batch,) = collector
     assert seen(batch) == [102, 103, 202, 203]
     assert collector.stats()["frames"] == 14 and collector.stats()["completed"]
-
-
-def test_reset_at_each_iter_starts_new_dialogs(collect):
-    collector = collect(reset_at_each_iter=True, total_dialog_turns=12)
-    assert [seen(batch)[0] for batch in collector] == [[100, 101], [200, 201], [300, 301]]
 
 
 def test_replay_buffer(collect):

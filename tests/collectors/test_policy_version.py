@@ -42,13 +42,6 @@ def test_uuids_are_new_each_time(version_type):
     assert [change.new_version for change in tracker.version_history] == [first, tracker.version]
 
 
-def test_the_history_keeps_the_newest():
-    tracker = PolicyVersion(max_history=3)
-    for _ in range(10):
-        tracker.increment_version()
-    assert [change.new_version for change in tracker.version_history] == [8, 9, 10]
-
-
 @pytest.mark.parametrize(
     ("version_type", "value"), [("int", "seven"), ("int", True), ("int", 1.5), ("uuid", 7)]
 )

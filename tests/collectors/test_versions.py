@@ -18,7 +18,7 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 from torchrl.envs import AsyncEnvPool, Transform, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 
-from fusedrl import LLMCollector, LocalWeightUpdaterBase, PolicyVersion, VanillaLocalWeightUpdater
+from fusedrl import LLMCollector, LocalWeightUpdaterBase, PolicyVersion
 from fusedrl.collectors.versions import Versions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated")
@@ -135,12 +135,6 @@ def test_a_tracker_that_is_in_the_environment_is_used_as_it_is(collect):
     assert versions(collector.next()) == [[7, 7], [7, 7]]
 
 
-def test_without_tracking_there_are_no_versions(collect):
-    collector = collect(track_policy_version=False)
-    collector.increment_version()
-    assert collector.policy_version is None and "policy_version" not in collector.next()
-
-
 class SelfCounting(WeightUpdaterBase):
     """As torchrl's updaters of inference engines: it counts versions by a hook of its own."""
 
@@ -194,16 +188,6 @@ class TestOneUpdateIsOneVersion:
         assert collector.policy_version == 1
         updater.push_weights(TensorDict())
         updater(TensorDict())
-        assert collector.policy_version == 3
-
-    def test_an_updater_that_is_set_later(self, collect, module):
-        collector = collect(policy=module)
-        assert collector.set_weight_updater(VanillaLocalWeightUpdater(lambda: halved(module), None))
-        collector.update_policy_weights_()
-        collector.weight_updater.update_weights()
-        assert collector.policy_version == 2
-        collector.set_weight_updater(Given)
-        collector.update_policy_weights_()
         assert collector.policy_version == 3
 
     def test_a_version_that_comes_with_the_weights(self, collect):
@@ -306,18 +290,6 @@ class TestStaleness:
         assert collector.stale_turns + sum(sizes) == collector.stats()["frames"] >= 40
         assert caplog.text.count("a batch was dropped") == 1
 
-    def test_a_bound_that_is_set_later_is_checked_as_the_first_one(self, collect):
-        untracked = collect(track_policy_version=False)
-        with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
-            untracked.max_staleness = 1
-        collector = collect(total_dialog_turns=8)
-        with pytest.raises(TypeError, match="max_staleness: expected a whole number"):
-            collector.max_staleness = 0.5
-        assert untracked.max_staleness is collector.max_staleness is None
-        collector.max_staleness = 0
-        collector.policy = lambda turn: collector.increment_version() or policy(turn)
-        assert list(collector) == [] and collector.stale_turns == 8
-
 
 class TestPools:
     @pytest.fixture(params=["lazy", "dense"])
@@ -351,14 +323,6 @@ class TestPools:
             keys = zip(batch["env_index"], batch["seen"].flatten().tolist(), strict=True)
             got += list(zip(keys, versions(batch), strict=True))
         assert len(got) >= 30 and set(got) <= set(asked)
-
-    def test_trackers_of_the_inner_environments_do_not_matter(self, collect):
-        """torchrl says to add the transform by hand, which counts steps late, or in a process."""
-        makers = [lambda: TransformedEnv(Counting(1, 2), PolicyVersion()) for _ in range(2)]
-        pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
-        collector = collect(pool, track_policy_version=PolicyVersion())
-        collector.policy_version_tracker.version = 5
-        assert versions(collector.next()) == [[[5, 5]], [[5, 5]]]
 
     def test_an_environment_is_not_lost_when_the_policy_raises(self, pool, collect):
         calls = []

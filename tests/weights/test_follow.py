@@ -69,19 +69,6 @@ def test_weights_of_the_trainers_own_have_a_number_of_their_own_after_a_shutdown
         collector.increment_version()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_scheme_numbers_them_again(collect, kind):
-    collector, scheme = collect(kind)
-    collector.rollout()
-    scheme.shutdown()
-    other = ChannelWeightSyncScheme()
-    other.init_on_sender(model_id="policy", context=collector)
-    other.connect()
-    assert tags(collector.rollout()) == [1] * 4
-    other.shutdown()
-    assert collector.rollout()["next", "policy_version"].flatten().tolist() == [2] * 4
-
-
 def test_frames_of_random_actions_have_one_tag(collect):
     policy = TensorDictModule(Canary(), ["observation"], ["action", "low", "high"])
     collector, _ = collect(Collector, policy=policy, init_random_frames=8, reset_at_each_iter=True)

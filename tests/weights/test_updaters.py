@@ -213,14 +213,3 @@ def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_it
     finally:
         collector.shutdown(timeout=5, raise_on_error=False)
     assert len(seen) > 2
-
-
-@pytest.mark.heavy
-@pytest.mark.usefixtures("forked")
-def test_processes_that_run_already_are_refused():
-    updater = MultiProcessedRemoteWeightUpdate(None, {CPU: weights_of(make_policy())})
-    with two_processes(None, policy=make_policy()) as (collector, iterator):
-        with pytest.raises(RuntimeError, match="expected a collector whose processes have not"):
-            collector.weight_updater = updater
-        assert updater.collector is None is collector.weight_updater
-        assert actions(iterator) == [0, 0]

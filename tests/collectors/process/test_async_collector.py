@@ -118,29 +118,6 @@ def test_a_channel_of_others_brings_weights_to_dialogs(make):
         assert versions == [[n] * 4 for n in range(4)]
 
 
-def test_completed_dialogs_on_a_budget(make):
-    collector = make(
-        Counting,
-        None,
-        policy_factory=lambda: policy_of(Says(1)),
-        collector_class=LLMCollector,
-        dialog_turns_per_batch=6,
-        total_dialog_turns=60,
-        frames_per_batch=None,
-        yield_only_last_steps=True,
-        max_staleness=0,
-        track_policy_version=True,
-    )
-    assert collector.policy_version == 0
-    batch = collector.next()
-    assert batch.shape == (6,) and batch["next", "done"].all()
-    collector.increment_version()
-    assert collector.policy_version == 1
-    rest = list(collector)
-    assert rest and all((batch["policy_version"] == 1).all() for batch in rest)
-    assert collector.next() is None
-
-
 def test_stale_batches_are_dropped_and_counted(make, caplog):
     collector = make(
         Ones,

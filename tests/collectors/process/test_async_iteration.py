@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from async_workers import ones
 from counting_dialogs import Counting, policy
 from tensordict import TensorDictBase
@@ -75,15 +74,3 @@ def test_what_is_called_in_the_worker(make, tmp_path, options):
     list(collector)
     once = [f"before {pid} ", f"after {pid} 4"]
     assert said.read_text().splitlines() == [f"init {pid} ", *once, *once]
-
-
-def test_a_batch_of_random_frames_is_all_random(make):
-    """Of 6 that are asked for there are 8: the third batch is the first of the policy's."""
-    options = {"init_random_frames": 6, "total_frames": 16, "frames_per_batch": 4}
-    collector = make(partial(CountingEnv, max_steps=100), _seven, **options)
-    own = [(batch["action"] == 7).all().item() for batch in collector]
-    assert own == [False, False, True, True]
-
-
-def _seven(tensordict: TensorDictBase) -> TensorDictBase:
-    return tensordict.set("action", torch.full((*tensordict.shape, 1), 7, dtype=torch.int32))

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from prepared import processes
 from shared_batch_workers import open_files, pack_on_request, ragged
 from tensordict import TensorDict, lazy_stack
@@ -166,23 +165,13 @@ def test_a_pickle_or_a_copy_of_a_tensor_has_nothing_of_the_others(ends, dtype):
     assert mapped_at(got["small"]) and got["scalar"].shape == () and got["scalar"] == 1
 
 
-def test_the_limit_of_open_files_is_raised(ends, monkeypatch):
-    limits = []
-    monkeypatch.setattr(shared_batches, "DESCRIPTORS_ASIDE", 10**6)
-    monkeypatch.setattr(shared_batches.resource, "getrlimit", lambda _: (100, 2000))
-    monkeypatch.setattr(shared_batches.resource, "setrlimit", lambda _, to: limits.append(to))
-    ends.send(ragged())
-    assert limits == [(2000, 2000)]
-
-
 class Worker:
     """A process that packs batches."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self) -> None:
         gc.collect()  # files of what other tests left are closed before these are counted
-        context = processes if method == "no fork" else mp.get_context(method)
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=pack_on_request, args=(theirs,))
+        self.connection, theirs = processes.Pipe()
+        self.process = processes.Process(target=pack_on_request, args=(theirs,))
         self.process.start()
         theirs.close()
         self.mappings = Mappings()
@@ -204,9 +193,9 @@ class Worker:
         assert self.process.exitcode == 0
 
 
-@pytest.fixture(params=["fork", "no fork"])
-def worker(request) -> Iterator[Worker]:
-    made = Worker(request.param)
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
     yield made
     if made.process.is_alive():
         made.process.kill()
