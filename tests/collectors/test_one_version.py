@@ -70,7 +70,7 @@ def test_the_scheme_in_the_trainers_process(tokenizer, of, mode):
         policy = policies.setdefault(id(module), generating(tokenizer, module))
         scheme.send(policy, version=version)
 
-    check_versions(collector, tokenizer, publish)
+    check_versions(collector, tokenizer, publish, by_batch=of is Collector)
 
 
 # Each pair of a worker's class, a mode and a way is in one of these.
@@ -109,7 +109,7 @@ def test_a_process_of_its_own(tokenizer, channel, forked, of, mode, way):
         sent = policies.setdefault(id(module), generating(tokenizer, module))
         scheme.send(sent, version=version)
 
-    check_versions(collector, tokenizer, publish)
+    check_versions(collector, tokenizer, publish, by_batch=of is None)
 
 
 def test_a_pool_that_scores_with_weights_of_a_channel_is_refused(tokenizer, channel):

@@ -69,6 +69,15 @@ def test_weights_of_the_trainers_own_have_a_number_of_their_own_after_a_shutdown
         collector.increment_version()
 
 
+def test_a_tag_that_torchrl_has_copied_is_that_of_the_weights(collect):
+    """As it does for the transform that counts the frames of a trajectory."""
+    collector, scheme = collect(Collector, max_frames_per_traj=3)
+    iterator = iter(collector)
+    for version in (1, 2, 3):
+        assert tags(next(iterator)) == [version] * 4
+        scheme.send(weights_of(version + 1.0))
+
+
 def test_frames_of_random_actions_have_one_tag(collect):
     policy = TensorDictModule(Canary(), ["observation"], ["action", "low", "high"])
     collector, _ = collect(Collector, policy=policy, init_random_frames=8, reset_at_each_iter=True)

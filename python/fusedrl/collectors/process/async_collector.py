@@ -44,7 +44,7 @@ class AsyncCollector(_AsyncCollector):
     It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Batches lie in
     memory that the worker wrote and that nobody copies; a batch that you keep stays as it is.
     Weights reach the worker through a :class:`fusedrl.WeightChannel`: an update returns at once,
-    and every call of the policy computes with one whole version, the newest when it begins.
+    and each batch, or turn of dialogs, computes with the version that is newest when it begins.
 
     Args:
         create_env_fn: a function that makes the environment, in the worker.
@@ -305,7 +305,7 @@ class AsyncCollector(_AsyncCollector):
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Publish one version of the weights, without waiting for the worker.
 
-        With a ``channel`` it does nothing: the next call of the policy takes the newest version.
+        With a ``channel`` it does nothing: the next batch, or turn, takes the newest version.
 
         Raises:
             RuntimeError: weights are given beside a channel, or have no way to the policy.
@@ -322,7 +322,7 @@ class AsyncCollector(_AsyncCollector):
     def policy_version(self) -> Any:
         """The newest published version; ``None`` if versions are not tracked.
 
-        A frame has the version of the policy's call that made it.
+        A frame has the version of the weights that made it.
         """
         return self._weights.version
 
