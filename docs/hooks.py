@@ -96,16 +96,10 @@ class Docstrings(griffe.Extension):
     """Reads what our docstrings have in another form than the parser of the reference."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """An op is the function, not the module around it; a record's arguments are shown."""
+        """An op is the function, not the module around it."""
         for name, module in pkg["ops"].modules.items():
             if name in module.members and name in pkg.members:
                 pkg.set_member(name, griffe.Alias(name, module[name].path, parent=pkg))
-        griffe.DataclassesExtension().on_package(pkg=pkg)  # runs after this extension otherwise
-        for name in ("LLMCollector", "AsyncCollector", "RayLLMCollector"):
-            constructor = pkg[name].final_target.members["__init__"]
-            (decorator,) = constructor.decorators  # arguments_of(a record)
-            record = pkg.modules_collection[constructor.resolve(str(decorator.value.arguments[0]))]
-            constructor.parameters = record.parameters
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Called for everything that is read."""

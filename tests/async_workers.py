@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import gc
 import multiprocessing
 import os
-import signal
-import struct
-import sys
 import time
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from counting_dialogs import Counting
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModule
 from torchrl.envs import EnvBase
 from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv, CountingEnv
 
 from fusedrl import AsyncCollector
+from fusedrl.collectors.process import async_collector
 
 
 class Odd(Exception):
@@ -55,18 +48,6 @@ class Unsendable(Exception):
 
     def __reduce__(self) -> Any:
         raise TypeError("stays here")
-
-
-class SlowToTell(Exception):
-    """It says when it is pickled, which takes long."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-
-    def __reduce__(self) -> Any:
-        (Path(self.args[0]) / "telling").touch()
-        time.sleep(60)
-        return RuntimeError, ("told",)
 
 
 class Failing:
@@ -115,14 +96,6 @@ class Parent(CountingEnv):
                 time.sleep(60)
         (Path(folder) / "pids").write_text(f"{os.getpid()} {child}")
 
-    def tell_half(self) -> None:
-        """Send the trainer a part of a message, and be killed."""
-        for thing in gc.get_objects():
-            if isinstance(thing, Connection) and not thing.closed:
-                with contextlib.suppress(OSError):
-                    os.write(thing.fileno(), struct.pack("!i", 1000) + b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-
 
 class Slow(CountingEnv):
     """An environment that says when it steps, which takes long, and when it is closed."""
@@ -152,23 +125,6 @@ class Deaf(Slow):
                 time.sleep(60)
             except BaseException:
                 continue
-
-
-class Witness:
-    """Makes a folder when it is taken apart: also at the end of an interpreter that does so."""
-
-    def __init__(self, folder: Path) -> None:
-        self.make, self.path = os.mkdir, str(folder / "apart")
-
-    def __del__(self) -> None:
-        self.make(self.path)
-
-
-def witnessed(folder: str) -> EnvBase:
-    """An environment whose process tells how it ended."""
-    sys.__dict__["witness"] = Witness(Path(folder))
-    atexit.register((Path(folder) / "atexit").touch)
-    return CountingEnv()
 
 
 def ones(tensordict: TensorDictBase) -> TensorDictBase:
@@ -209,6 +165,11 @@ class WithProcesses(CountingEnv):
         super().close(**kwargs)
 
 
+def fork_workers() -> None:
+    """Let the workers of this process be forks of it."""
+    async_collector.process_context = lambda: multiprocessing.get_context("fork")
+
+
 def collect_in_a_script(folder: str, batches: int) -> None:
     """What a script does that leaves everything else to the end of its interpreter."""
     collector = AsyncCollector(partial(WithProcesses, folder), ones, frames_per_batch=10)
@@ -229,10 +190,6 @@ def collect_beside_a_fork(folder: str) -> None:
 
 def linear() -> TensorDictModule:
     return TensorDictModule(torch.nn.Linear(7, 7), in_keys=["observation"], out_keys=["action"])
-
-
-def counting_rows() -> EnvBase:
-    return Counting()
 
 
 def with_truncation(**kwargs: Any) -> EnvBase:

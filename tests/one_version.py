@@ -25,7 +25,7 @@ from fusedrl import RetrieveKL, RetrieveLogProb
 
 MODELS = 4
 ROWS = 4  # dialogs side by side, whose turns are one call of the policy
-TURNS = 20 * ROWS
+TURNS = 12 * ROWS
 
 
 def model(tokenizer: Any, seed: int) -> Any:
@@ -144,8 +144,13 @@ def check_versions(
     publish: Callable[[Any, int], Any],
     first: int = 2,
     turns: int = TURNS,
+    by_batch: bool = False,
 ) -> None:
-    """Collect while versions are published all the time, and recompute every turn."""
+    """Collect while versions are published all the time, and recompute every turn.
+
+    Args:
+        by_batch: whether each batch has one version, where others have one for each turn.
+    """
     recomputed = Recomputed(tokenizer)
     batches = []
     try:
@@ -158,5 +163,8 @@ def check_versions(
         collector.shutdown()
     for batch in batches:
         recomputed.check(batch)
-    assert recomputed.turns >= turns and len(recomputed.versions) > 10
+    if by_batch:
+        assert {len(batch["next", "policy_version"].unique()) for batch in batches} == {1}
+    least = len(batches) // 2 if by_batch else 5
+    assert recomputed.turns >= turns and len(recomputed.versions) > least
     assert recomputed.wrong == [], recomputed.wrong

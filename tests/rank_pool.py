@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -57,6 +58,7 @@ class RankPool:
 
 def _serve(pipe: Any, rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # whoever has blocked it
     patience = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", f"file://{store}", patience, rank=rank, world_size=size)
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from fusedrl.collectors.process.shared_batches import Mappings, Segments
+from fusedrl.collectors.process.shared_batches import Segments
 
 
 def ragged(rows: int = 6, first: int = 0) -> LazyStackedTensorDict:
@@ -38,10 +38,3 @@ def pack_on_request(connection: Any) -> None:
         segments.release(released)
         connection.send((segments.pack(ragged(*arguments)), open_files()))
     segments.close()
-
-
-def unpack_and_add(connection: Any) -> None:
-    """Add one to the tokens of a shared batch's first row, where they lie."""
-    batch = Mappings().unpack(connection.recv())
-    batch[0]["tokens"].add_(1)
-    connection.send(batch[0]["text"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import signal
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,14 +163,14 @@ def at_tensor(number: int, action: Any) -> Any:
 
 
 def interrupted(rank: int) -> list[Any]:
-    """Ctrl-C on one rank while tensors are gathered; the next version is complete."""
+    """Ctrl-C on one rank while tensors are gathered."""
     weights = model()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     action = (lambda: signal.raise_signal(signal.SIGINT)) if dist.get_rank() == rank else int
     with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
         with at_tensor(3, action):
             found = [said(channel.publish), channel.version]
-        return [*found, channel.publish(), channel.version]
+        return [*found, channel.publish()]
 
 
 def killed(rank: int) -> Any:
@@ -182,56 +180,6 @@ def killed(rank: int) -> Any:
     channel = WeightChannel.create(weights, rank_timeout=2.0, timeout=1.0)
     with channel, at_tensor(3, action):
         return said(channel.publish), channel.version
-
-
-def interrupted_wait() -> list[Any]:
-    """Ctrl-C on rank 0 while it waits for the others ends their wait, too."""
-    weights = model()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
-        if dist.get_rank() == 0:
-            threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
-            found = said(channel.publish)
-            dist.barrier()
-        else:
-            dist.barrier()
-            found = said(channel.publish)
-        return [found, channel.publish()]
-
-
-def storm(seed: int, interrupts: int) -> list[int | None]:
-    """Ctrl-C within publishes, on each rank for itself; then one version that they all publish.
-
-    Returns it, what the channel says, and the number of interrupts that came out.
-    """
-    rng, weights, came = random.Random(64 * seed + dist.get_rank()), model(), 0
-    over, code = threading.Event(), WeightChannel.publish.__code__
-
-    def handler(number: int, frame: Any) -> None:
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        if frame is not None:
-            raise KeyboardInterrupt
-
-    def interrupt() -> None:
-        for _ in range(interrupts):
-            time.sleep(rng.expovariate(100))
-            signal.raise_signal(signal.SIGINT)
-        over.set()
-
-    with WeightChannel.create(weights, rank_timeout=1.0) as channel:
-        signal.signal(signal.SIGINT, handler)
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        while not over.is_set():
-            answer = said(channel.publish)
-            came += str(answer).startswith("KeyboardInterrupt")
-        thread.join()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        version, late = None, time.monotonic() + PATIENCE
-        while not isinstance(version, int) and time.monotonic() < late:
-            version = said(channel.publish)  # of an interrupt that another rank had meanwhile
-        return [version, channel.version, came]
 
 
 def peak(rows: int) -> tuple[int, int, int]:

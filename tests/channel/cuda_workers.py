@@ -11,24 +11,6 @@ from fusedrl.channel import cuda
 from fusedrl.channel.cuda import CudaMemory
 
 
-def read_slot(pipe, manifest, devices, seconds):
-    """Lease, copy on a stream of its own, release: the copy and what the driver was asked for."""
-    driver = FakeDriver(devices)
-    memory = CudaMemory.open(manifest, driver=driver)
-    with driver.stream(7):
-        slot = memory.slot(0)
-        seen = torch.zeros_like(slot)
-        memory.before_read(0)
-        driver.copy(seen, slot, seconds)
-        released = memory.after_read(0)
-        pipe.send(released())
-    driver.drain()
-    del slot
-    memory.close()
-    cuda._wait_for_dropped_memory()
-    pipe.send((seen.tolist(), released(), driver.violations, driver.balance()))
-
-
 def publish_and_wait(pipe, nbytes):
     """Publish a slot of sevens, and live until told otherwise."""
     driver = FakeDriver()

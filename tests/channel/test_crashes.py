@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import channel_workers as workers
@@ -13,6 +12,8 @@ import pytest
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel
+
+pytestmark = pytest.mark.heavy
 
 STEPS = _host.channel_steps()
 PUBLISHER_STEPS = [step for step in STEPS if step.startswith(("begin", "commit"))]
@@ -159,15 +160,3 @@ def test_a_publisher_that_forked_and_was_killed_counts_as_dead():
                     reader.wait_for(2, timeout=5)
             finally:
                 os.kill(child, signal.SIGKILL)
-
-
-def test_an_update_that_fails_midway_leaves_the_current_version():
-    with WeightChannel.create(workers.weights_of(0), slots=SLOTS) as channel:
-        channel.publish(workers.weights_of(1))
-        with channel.handle.open() as reader:
-            with suppress(KeyboardInterrupt), channel.writing() as writing:
-                writing.views[0].fill_(7)
-                raise KeyboardInterrupt
-            with reader.lease() as lease:
-                assert workers.version_in(lease.weights) == lease.version == 1
-            assert channel.publish(workers.weights_of(2), timeout=1) == 2

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
-import time
 
 import pytest
 import torch
 from channel import cuda_workers
 from channel.fake_driver import FakeDriver, Launched
+from prepared import processes
 
 from fusedrl.channel import WeightChannel, cuda
-from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.following import Follower
 
-SPAWN = multiprocessing.get_context("spawn")
 NAMES = "abcd"
 
 
@@ -143,30 +140,14 @@ def test_a_slot_is_not_written_before_the_reader_has_computed_with_it(driver):
     assert release_while_reading(driver) == {1.0}
 
 
-def test_it_would_be_if_the_release_did_not_wait(driver, monkeypatch):
-    monkeypatch.setattr(CudaMemory, "after_read", lambda self, i: None)
-    assert release_while_reading(driver) != {1.0}
-
-
-def test_a_reader_that_closes_leaves_the_slot_to_its_computation(driver):
-    with WeightChannel.create(weights(0), device="cuda:0", slots=2) as channel, driver.stream(2):
-        publish(channel, driver, 1)
-        driver.drain()
-        with channel.handle.open() as reader, reader.lease() as lease:
-            copies = read(lease, driver, seconds=0.05)
-        for version in (2, 3):
-            publish(channel, driver, version)
-        driver.drain()
-    assert values(copies) == {1.0}
-
-
+@pytest.mark.heavy
 def test_another_process_reads_whole_versions_of_a_device_that_it_counts_differently(driver):
     rounds = 20
     with WeightChannel.create(weights(0), device="cuda:1") as channel:
         publish(channel, driver, 1)
-        ours, theirs = SPAWN.Pipe()
+        ours, theirs = processes.Pipe()
         arguments = theirs, channel.handle, ("gpu-b",), rounds
-        child = SPAWN.Process(target=cuda_workers.lease_many, args=arguments)
+        child = processes.Process(target=cuda_workers.lease_many, args=arguments)
         child.start()
         assert ours.recv() == "open"
         version = 1
@@ -180,25 +161,6 @@ def test_another_process_reads_whole_versions_of_a_device_that_it_counts_differe
     assert len({version for version, _ in seen}) > 1
     assert violations == []
     assert opened == 3  # a slot
-
-
-def test_alias_follows_the_slots_and_frees_what_it_leaves(driver):
-    module = torch.nn.Linear(8, 4)
-    with (
-        WeightChannel.create(module, device="cuda:0", slots=2) as channel,
-        channel.handle.open() as reader,
-    ):
-        copy = torch.nn.Linear(8, 4)
-        for _ in range(4):  # twice each slot
-            with torch.no_grad():
-                module.weight += 1
-            channel.publish(module)
-            driver.drain()
-            reader.load_into(copy)
-            assert torch.equal(copy.weight, module.weight)
-            assert not copy.weight.requires_grad
-            time.sleep(0.01)
-    assert torch.equal(copy.weight, module.weight)
 
 
 def test_no_lease_begins_while_a_graph_is_captured(driver):

@@ -13,6 +13,8 @@ import pytest
 
 from fusedrl import _host
 
+pytestmark = pytest.mark.heavy
+
 COMPILER = shutil.which("g++")
 CALLS = """
 from fusedrl import _host
@@ -83,13 +85,6 @@ assert driver.version() is None
         pytest.skip("this machine has a driver")
 
 
-def test_the_version_is_asked_of_a_driver_that_is_not_initialised(run):
-    script = "from fusedrl import _host; print(_host.CudaDriver().version())"
-    done = run(script, FAKE_CUDA_DRIVER="13010")
-    assert done.stdout.split() == ["13010"]
-    assert "cuInit" not in done.stderr
-
-
 @pytest.mark.parametrize(
     "driver",
     [
@@ -143,35 +138,10 @@ def test_an_error_names_the_call_the_device_and_the_remedy(run, failing, code, r
     assert remedy in message
 
 
-def test_a_failing_call_leaves_the_current_device_too(run):
-    script = """
-from fusedrl import _host
-driver = _host.CudaDriver()
-for _ in range(2):
-    try:
-        driver.allocate(0, 1)
-    except RuntimeError:
-        pass
-"""
-    done = run(script, FAKE_CUDA_FAIL="cuMemAlloc")
-    notes = [line for line in done.stderr.splitlines() if line.startswith("cuMemAlloc")]
-    assert notes == ["cuMemAlloc depth=1 mode=2"] * 2
-
-
 def test_an_event_that_is_not_done_is_no_error(run):
     script = "from fusedrl import _host; print(_host.CudaDriver().event_done(0, 1))"
     done = run(script, FAKE_CUDA_FAIL="cuEventQuery", FAKE_CUDA_CODE="600")
     assert done.stdout.strip() == "False"
-
-
-def test_no_device_counts_as_none(run):
-    script = "from fusedrl import _host; print(_host.CudaDriver().device_count())"
-    assert run(script, FAKE_CUDA_FAIL="cuInit", FAKE_CUDA_CODE="100").stdout.strip() == "0"
-
-
-def test_a_handle_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="expected 64 bytes, got 3"):
-        _host.CudaDriver().open_memory(0, b"abc")
 
 
 def test_a_capsule_that_no_tensor_took_lets_go_of_its_owner():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
-import queue
 import threading
 import time
 
 import pytest
 import torch
 from channel import cuda_workers
-from channel.fake_driver import POISON, FakeDriver
+from channel.fake_driver import FakeDriver
+from prepared import processes
 
 from fusedrl import _host
 from fusedrl.channel import cuda
@@ -20,7 +19,6 @@ from fusedrl.channel.cuda import CudaMemory
 
 NBYTES = 4096
 NOTHING = (0, 0, 0)
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(autouse=True)
@@ -93,16 +91,6 @@ def test_a_reader_sees_the_whole_write_that_was_only_launched(publisher, reader)
     assert seen.tolist() == [5] * NBYTES
 
 
-def test_without_before_read_it_would_see_a_torn_write(publisher, reader, monkeypatch):
-    monkeypatch.setattr(CudaMemory, "before_read", lambda self, i: None)
-    memory = create(publisher)
-    there = open_elsewhere(memory, reader)
-    publish(memory, publisher, 5, seconds=0.3)
-    seen, _ = read(there, reader)
-    finish(publisher, reader)
-    assert seen.tolist() != [5] * NBYTES
-
-
 def lease_then_publish_over_it(publisher, reader):
     """The publisher writes as soon as the lease is released, as the locks have it."""
     memory = create(publisher)
@@ -121,11 +109,6 @@ def test_a_lease_ends_when_the_readers_stream_is_done(publisher, reader):
     assert lease_then_publish_over_it(publisher, reader) == [5] * NBYTES
 
 
-def test_a_lease_that_ended_at_once_would_be_overwritten(publisher, reader, monkeypatch):
-    monkeypatch.setattr(CudaMemory, "after_read", lambda self, i: lambda: True)
-    assert 6 in lease_then_publish_over_it(publisher, reader)
-
-
 def write_twice_on_two_streams(driver):
     memory = create(driver)
     publish(memory, driver, 5, seconds=0.2, stream=1)
@@ -136,58 +119,6 @@ def write_twice_on_two_streams(driver):
 
 def test_writes_on_two_streams_keep_their_order(publisher):
     assert write_twice_on_two_streams(publisher) == [6] * NBYTES
-
-
-def test_without_before_write_they_would_mix(publisher, monkeypatch):
-    monkeypatch.setattr(CudaMemory, "before_write", lambda self, i: None)
-    assert 5 in write_twice_on_two_streams(publisher)
-
-
-def test_a_poll_answers_true_again_while_its_event_serves_another_read(publisher):
-    memory = create(publisher)
-    _, first = read(memory, publisher)
-    publisher.drain()
-    assert first()
-    created = publisher.calls["create_event"]
-    _, second = read(memory, publisher, seconds=0.2)
-    assert publisher.calls["create_event"] == created
-    assert first() and not second()
-    publisher.drain()
-    assert second() and first()
-
-
-def test_reads_on_many_threads_reuse_a_few_events(publisher):
-    memory = create(publisher)
-
-    def work():
-        for _ in range(50):
-            _, released = read(memory, publisher, stream=threading.get_ident())
-            while not released():
-                time.sleep(0.0001)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert publisher.calls["create_event"] <= 1 + 8
-
-
-def test_another_process_reads_it_by_uuid_in_its_own_order_of_devices(publisher):
-    memory = CudaMemory.create("cuda:1", 1, NBYTES, driver=publisher)
-    publish(memory, publisher, 5, seconds=0.5)
-    ours, theirs = SPAWN.Pipe()
-    arguments = theirs, memory.manifest(), ("gpu-b",), 0.5
-    child = SPAWN.Process(target=cuda_workers.read_slot, args=arguments)
-    child.start()
-    released_at_once = ours.recv()
-    seen, released, violations, balance = ours.recv()
-    child.join()
-    assert seen == [5] * NBYTES
-    assert not released_at_once and released
-    assert violations == []
-    assert balance[1] == 0
-    finish(publisher)
 
 
 def test_a_device_out_of_sight_is_refused_by_its_uuid(publisher):
@@ -209,20 +140,6 @@ def test_the_publishers_own_process_uses_the_memory_as_it_is(publisher):
     assert publisher.calls["open"] == publisher.calls["open_event"] == 0
 
 
-def test_the_driver_would_refuse_an_own_export(publisher):
-    memory = create(publisher)
-    with pytest.raises(RuntimeError, match="own export"):
-        open_elsewhere(memory, publisher)
-
-
-def test_a_handle_that_this_process_closed_is_refused(publisher):
-    memory = create(publisher)
-    manifest = memory.manifest()
-    memory.close()
-    with pytest.raises(RuntimeError, match="this process has closed"):
-        CudaMemory.open(manifest, driver=publisher)
-
-
 def test_an_export_opened_often_is_opened_once_and_closed_once(publisher, reader):
     memory = create(publisher, slots=2)
     opened = [open_elsewhere(memory, reader) for _ in range(5)]
@@ -233,24 +150,6 @@ def test_an_export_opened_often_is_opened_once_and_closed_once(publisher, reader
     assert balance_of(reader)[0][1] == reader.calls["close"] == 1  # slot 0 has no tensor left
     del view
     assert balance_of(reader) == [NOTHING]
-
-
-def test_threads_that_open_at_once_open_once(publisher, reader):
-    memory = create(publisher)
-    start = threading.Barrier(4)
-    opened = []
-
-    def work():
-        start.wait()
-        opened.append(open_elsewhere(memory, reader))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(opened) == 4
-    assert reader.calls["open"] == 1
 
 
 @pytest.mark.parametrize("last", ["thread", "cycle"])
@@ -312,56 +211,6 @@ def test_whoever_drops_a_slot_does_not_wait_for_the_driver(publisher, reader, mo
     assert balance_of(publisher, reader) == [NOTHING, NOTHING]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_memory_that_the_driver_does_not_take_back_is_no_others_concern(
-    publisher, reader, monkeypatch, caplog, error
-):
-    def fail(*_):
-        raise error("the context is gone")
-
-    monkeypatch.setattr(reader, "close_memory", fail)
-    memory = create(publisher)
-    there = open_elsewhere(memory, reader)
-    there.close()
-    memory.close()
-    assert balance_of(publisher) == [NOTHING]
-    assert "the context is gone" in caplog.text
-
-
-def test_a_thread_that_does_not_start_is_started_by_a_later_call(publisher, monkeypatch):
-    monkeypatch.setattr(cuda, "_giver", None)
-    # The thread that other tests have started would take what is dropped here from the old queue.
-    monkeypatch.setattr(cuda, "_dropped", queue.SimpleQueue())
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", _no_thread)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            create(publisher)
-    create(publisher).close()
-    assert balance_of(publisher) == [NOTHING]
-
-
-def test_no_call_waits_for_a_thread_that_has_ended(publisher, monkeypatch):
-    """As where memory is opened while Python exits."""
-    create(publisher).close()
-    monkeypatch.setattr(cuda, "_dropped", queue.SimpleQueue())
-    monkeypatch.setattr(cuda, "_GIVE_BACK_S", 0.01)
-    memory = create(publisher)
-    assert memory.slot(0).numel() == NBYTES
-    memory.close()
-
-
-def _no_thread(_):
-    raise RuntimeError("can't start new thread")
-
-
-def test_what_was_given_back_is_not_readable_any_more(publisher):
-    memory = create(publisher)
-    slot = memory.slot(0)
-    publisher.free(0, slot.data_ptr())
-    assert slot.tolist() == [POISON] * NBYTES
-    memory.close(in_use_by=[1])
-
-
 def test_slots_that_readers_may_still_use_are_not_freed(publisher, reader, caplog):
     memory = create(publisher)
     there = open_elsewhere(memory, reader)
@@ -375,9 +224,10 @@ def test_slots_that_readers_may_still_use_are_not_freed(publisher, reader, caplo
         memory.slot(0)
 
 
+@pytest.mark.heavy
 def test_a_publisher_that_is_gone_is_refused(reader):
-    ours, theirs = SPAWN.Pipe()
-    child = SPAWN.Process(target=cuda_workers.publish_and_wait, args=(theirs, NBYTES))
+    ours, theirs = processes.Pipe()
+    child = processes.Process(target=cuda_workers.publish_and_wait, args=(theirs, NBYTES))
     child.start()
     manifest = ours.recv()
     there = CudaMemory.open(manifest, driver=reader)
@@ -424,23 +274,6 @@ def test_a_graph_that_is_captured_is_refused(publisher, name):
     publisher.is_capturing = True
     with pytest.raises(RuntimeError, match=r"CUDA graph.*mode='copy'"):
         getattr(memory, name)(0)
-
-
-def test_a_device_of_another_kind_is_refused(publisher):
-    with pytest.raises(ValueError, match="expected a CUDA device, got cpu"):
-        CudaMemory.create("cpu", 1, NBYTES, driver=publisher)
-
-
-def test_an_empty_slot_is_memory_too(publisher, reader):
-    memory = CudaMemory.create("cuda:0", 1, 0, driver=publisher)
-    assert open_elsewhere(memory, reader).slot(0).shape == (0,)
-
-
-def test_slots_are_blocks_of_their_own(publisher):
-    memory = create(publisher, slots=3)
-    sizes = [size for _, _, size, _ in publisher._files.values() if size > 16]
-    assert sizes == [2 << 20] * 3
-    assert memory.device == memory.slot(2).device
 
 
 def test_the_fake_has_the_methods_of_the_driver():

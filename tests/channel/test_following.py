@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
-import weakref
 
 import pytest
 import torch
@@ -70,15 +68,6 @@ def test_a_call_has_the_newest_version_and_holds_it_alone(channel, followed):
         assert channel.readers()[0].leased == ()
 
 
-def test_many_versions_pass_between_two_calls(channel, followed):
-    model, follower = followed
-    for version in range(2, 10):
-        channel.publish(filled(version))
-    for _ in range(2):
-        with follower.call() as version:
-            assert version == 9 and content(model) == {9}
-
-
 def test_what_is_loaded_is_held_until_the_next_call_has_ended(channel, followed):
     model, follower = followed
     assert follower.load() == 1
@@ -111,13 +100,6 @@ def test_calls_within_a_call_and_of_other_threads_share_its_version(channel, fol
     assert seen == [(1, {1}), (1, {1}), (2, {2})]
 
 
-def test_a_call_that_raises_holds_nothing(channel, followed):
-    _, follower = followed
-    with pytest.raises(KeyError), follower.call():
-        raise KeyError
-    assert channel.readers()[0].leased == ()
-
-
 def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
     channel, followed, caplog
 ):
@@ -138,46 +120,6 @@ def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
         assert version == 2 and content(model) == {2}
     with channel.handle.open() as other, other.lease() as lease:
         assert lease.weights["0", "weight"].unique().tolist() == [2]
-
-
-def test_a_state_dict_that_is_loaded_in_a_call_leaves_its_version_and_ends_nothing(
-    channel, followed
-):
-    model, follower = followed
-    with follower.call():
-        channel.publish(filled(2))
-        model.load_state_dict(filled(9).state_dict())
-        with follower.call() as inner:
-            assert inner == 1
-    assert channel.readers()[0].leased == ()
-    with follower.call() as version:
-        assert version == 2 and content(model) == {2}
-
-
-def test_a_state_dict_of_a_part_does_not_write_the_channel(channel, followed):
-    model, follower = followed
-    with follower.call():
-        pass
-    model[0].load_state_dict(filled(9)[0].state_dict())
-    assert model[0].weight.unique().tolist() == [9]
-    with follower.call():
-        assert content(model) == {1}
-
-
-def test_a_follower_that_is_closed_during_a_call_leaves_its_version(channel, followed):
-    model, follower = followed
-    with follower.call():
-        channel.publish(filled(2))
-        follower.close()
-        assert content(model) == {1}
-
-
-def test_a_follower_that_is_dropped_goes(reader):
-    model = filled(0)
-    dropped = weakref.ref(model), weakref.ref(Follower(reader, model))
-    del model
-    gc.collect()
-    assert [reference() for reference in dropped] == [None, None]
 
 
 REFUSED = "policy: expected weights of its own, got those that this process trains and publishes"

@@ -13,22 +13,7 @@ import channel_workers as workers
 import pytest
 import torch
 from channel_workers import publish
-from children import in_child
 from torch import nn
-
-from fusedrl.channel import WeightChannel
-
-
-def test_tensors_outlive_the_channel_they_came_from():
-    channel = WeightChannel.create(workers.weights_of(0))
-    publish(channel)
-    reader = channel.handle.open()
-    with reader.lease() as lease:
-        kept = lease.weights["a"]
-    reader.close()
-    channel.close()
-    del reader, channel, lease
-    assert float(kept.sum()) == kept.numel()
 
 
 def test_a_view_that_was_pickled_for_another_process_does_not_stay_what_readers_read(
@@ -76,21 +61,6 @@ def test_readers_and_channels_are_not_pickled(channel, reader):
     for end in (channel, reader):
         with pytest.raises(TypeError, match="expected a WeightHandle"):
             pickle.dumps(end)
-
-
-@pytest.mark.parametrize("what", ["reader", "lease"])
-def test_a_forked_child_has_to_open_the_handle_itself(channel, reader, what):
-    publish(channel)
-    lease = reader.lease()
-    use = reader.lease if what == "reader" else lambda: lease.weights
-
-    def use_it() -> None:
-        with pytest.raises(RuntimeError, match="open the handle again in this process"):
-            use()
-
-    assert in_child(use_it) == 0
-    assert [r.alive for r in channel.readers()] == [True]
-    lease.release()
 
 
 def test_the_channel_passes_through_a_socket(channel):

@@ -110,14 +110,6 @@ def test_a_dtype_that_values_cannot_be_cast_to_is_refused(dtype):
         Layout.of(Tied(), dtype=dtype)
 
 
-def test_floats_that_mean_something_with_their_scales_are_not_cast():
-    weights = {"w": torch.zeros(2).to(torch.float8_e4m3fn), "scale": torch.ones(1)}
-    with pytest.raises(ValueError, match=r"float8_e4m3fn of w.*pass dtype=None"):
-        Layout.of(weights, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"w: expected float8_e4m3fn \(2,\), got bfloat16"):
-        Layout.of(weights).named({**weights, "w": torch.zeros(2, dtype=torch.bfloat16)})
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -184,15 +176,6 @@ def test_copies_of_a_tied_tensor_are_taken_where_their_values_are_equal(dtype, c
     assert views["head.weight"] is views["embed.weight"]
 
 
-def test_copies_of_one_tensor_in_two_dtypes_are_compared_as_they_are_stored():
-    layout = Layout.of(Tied(), dtype=torch.bfloat16)
-    weights = untied_copy(Tied())
-    weights["head.weight"] = weights["embed.weight"].bfloat16()
-    assert torch.equal(stored(layout, weights)["embed.weight"], weights["head.weight"])
-    with pytest.raises(ValueError, match=r"head.weight: expected the values of embed.weight"):
-        Layout.of(Tied()).named(weights)
-
-
 @pytest.mark.parametrize("index", [(0, 0), (4, 2)])
 def test_copies_of_a_tied_tensor_with_other_values_are_refused(index):
     weights = untied_copy(Tied())
@@ -207,21 +190,6 @@ def test_copies_of_a_tied_tensor_with_other_values_are_refused(index):
     with pytest.raises(ValueError, match=message):
         layout.write(layout.matched(weights), views)
     assert not any(view.any() for view in views)
-
-
-def test_values_of_tied_names_are_not_read_where_they_are_one_tensor(monkeypatch):
-    monkeypatch.setattr("fusedrl.channel.layout.same_values", None)
-    layout = Layout.of(Tied())
-    for weights in (Tied(), Tied().state_dict(), TensorDict.from_module(Tied()).data):
-        stored(layout, weights)
-
-
-def test_each_copy_of_several_is_compared():
-    one = torch.arange(3.0)
-    layout = Layout.of({"a": one, "b": one, "c": one})
-    assert torch.equal(stored(layout, {n: one.clone() for n in "abc"})["c"], one)
-    with pytest.raises(ValueError, match="c: expected the values of a"):
-        layout.named({"a": one, "b": one.clone(), "c": one + 1})
 
 
 def test_another_name_of_a_tensor_that_is_stored_may_come_along():
@@ -246,32 +214,6 @@ def test_names_of_the_model_in_a_wrapper_and_the_reverse_are_taken():
     assert Layout.of(wrapper).named(model).keys() == {e.name for e in Layout.of(wrapper).stored}
 
 
-def test_an_error_says_how_names_were_read():
-    wrapper = nn.ModuleDict({"model": Tied()})
-    state = Tied().state_dict()
-    del state["scale"]
-    message = r"(?s)names are read with 'model.' before them.*model.scale: .* got no such entry"
-    with pytest.raises(ValueError, match=message):
-        Layout.of(wrapper).named(state)
-
-
-def test_weights_that_tie_what_is_stored_twice_are_taken():
-    untied, tied = Tied(), Tied()
-    untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
-    back = stored(Layout.of(untied), tied)
-    assert torch.equal(back["head.weight"], tied.embed.weight)
-    assert torch.equal(back["embed.weight"], tied.embed.weight)
-
-
-@pytest.mark.parametrize("left_out", ["embed.weight", "head.weight"])
-def test_one_of_two_tied_names_is_enough(left_out):
-    model = Tied()
-    state = model.state_dict()
-    del state[left_out]
-    back = stored(Layout.of(model), state)
-    assert torch.equal(back[left_out], model.embed.weight)
-
-
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
@@ -293,22 +235,6 @@ def test_json_makes_an_equal_layout():
     assert len(layout.hash) == 64
     assert Layout.of(Tied()).hash != layout.hash
     assert copy.deepcopy(layout) == layout
-
-
-def test_views_of_a_part_of_larger_memory_lie_in_that_part():
-    layout = Layout.of(Tied())
-    memory = torch.zeros(2 * layout.nbytes, dtype=torch.uint8)
-    for view in layout.views(memory[layout.nbytes :]):
-        view.fill_(1)
-    assert not memory[: layout.nbytes].any() and memory[layout.nbytes :].any()
-
-
-def test_views_that_were_made_in_inference_mode_can_be_used_outside():
-    layout = Layout.of(nn.Linear(1, 1))
-    flat = flat_of(layout)
-    with torch.inference_mode():
-        views = layout.views(flat)
-    assert not any(view.is_inference() for view in views)
 
 
 def test_memory_is_overwritten_as_copy_would_write_it():

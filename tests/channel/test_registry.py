@@ -8,34 +8,7 @@ from channel_workers import publish
 
 from fusedrl.channel import WeightChannel
 
-from .registry_model import Registry, explore
-
-
-@pytest.mark.parametrize(
-    ("registry", "states"),
-    [
-        (Registry(entries=1, readers=2), 200),
-        (Registry(entries=2, readers=3), 8_000),
-        (Registry(entries=1, readers=3), 2_000),
-    ],
-)
-def test_every_death_is_told_of_once(registry, states):
-    found, fault, moves = explore(registry)
-    assert fault is None, "\n".join(moves)
-    assert found > states
-
-
-@pytest.mark.parametrize(
-    ("fault", "mutant"),
-    [
-        ("is forgotten", Registry(keeps_the_dead=False)),
-        ("is lost", Registry(prefers_empty=False)),
-        ("is told to be dead, and is gone", Registry(compares=False)),
-    ],
-)
-def test_a_mutant_breaks_a_promise(fault, mutant):
-    _, found, moves = explore(mutant)
-    assert found is not None and fault in found, "\n".join(moves)
+pytestmark = pytest.mark.heavy
 
 
 def killed_reader(channel: WeightChannel) -> int:
@@ -69,17 +42,6 @@ def test_two_deaths_in_one_entry_are_both_told_of():
         told = [(r.pid, r.alive, r.leased) for r in channel.readers()]
         assert told == [(pid, False, ()) for pid in dead]
         assert channel.readers() == []
-
-
-def test_an_entry_of_the_dead_is_the_last_to_be_taken():
-    with WeightChannel.create(workers.weights_of(0), max_readers=3) as channel:
-        publish(channel)
-        dead = killed_reader(channel)
-        with channel.handle.open(), channel.handle.open(), channel.handle.open():
-            alive = [r.alive for r in channel.readers()]
-            assert sorted(alive) == [False, True, True, True]
-            assert [r.pid for r in channel.readers() if not r.alive] == []
-        assert dead
 
 
 def test_looking_at_the_readers_never_keeps_one_from_coming():

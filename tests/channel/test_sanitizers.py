@@ -20,9 +20,12 @@ OPTIONS = {
 }
 MISTAKES = ("read_after_release", "read_without_lease", "write_after_commit")
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux"
+    ),
+]
 
 
 def compiled(folder: Path, sanitizer: str) -> Path:

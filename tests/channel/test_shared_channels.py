@@ -6,10 +6,12 @@ import pytest
 import shared_channels
 from rank_pool import RankPool
 
+pytestmark = pytest.mark.heavy
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    pool = RankPool(request.param, tmp_path_factory.mktemp("ranks"))
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pool = RankPool(3, tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.close()
 
@@ -75,24 +77,10 @@ def test_channels_that_do_not_fit_are_refused_on_all_ranks(two):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_within_the_gathering_is_told_to_all(two, rank):
+def test_an_interrupt_takes_effect_when_all_ranks_have_published(two, rank):
     found = two.run(shared_channels.interrupted, rank)
-    assert found[rank] == ["KeyboardInterrupt: ", None, 1, 1]
-    other = found[1 - rank]
-    assert f"got rank {rank}: KeyboardInterrupt: " in other[0] and other[1:] == [None, 1, 1]
-
-
-@pytest.mark.parametrize("interrupts", [100, pytest.param(3000, marks=pytest.mark.slow)])
-def test_ranks_are_in_step_after_a_storm_of_interrupts(two, interrupts):
-    (version, *first), (other, *second) = two.run(shared_channels.storm, 0, interrupts)
-    assert isinstance(version, int) and version == other == first[0] == second[0]
-    assert first[-1] > interrupts / 10 and second[-1] > interrupts / 10
-
-
-def test_an_interrupt_of_a_wait_for_ranks_ends_the_wait_of_all(two):
-    first, second = two.run(shared_channels.interrupted_wait)
-    assert first == ["KeyboardInterrupt: ", 1]
-    assert "got rank 0: KeyboardInterrupt: " in second[0] and second[1] == 1
+    assert found[rank] == ["KeyboardInterrupt: ", 1, 2]
+    assert found[1 - rank] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -106,9 +94,9 @@ def test_a_killed_rank_ends_the_wait_of_the_others(tmp_path, rank):
         pool.close()
 
 
-def test_no_rank_has_the_whole_model_beside_the_slot(ranks):
+def test_no_rank_has_the_whole_model_beside_the_slot(two):
     """A gathered tensor, and where gloo has them those of ranks; 16 of them are a model."""
-    for rank, (extra, tensor, slot) in enumerate(ranks.run(shared_channels.peak, 2048)):
+    for rank, (extra, tensor, slot) in enumerate(two.run(shared_channels.peak, 1024)):
         assert tensor < extra <= 2.5 * tensor + (slot if rank == 0 else 0)
 
 

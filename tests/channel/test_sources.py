@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models.tiny import model_of
-from tensordict import MemoryMappedTensor, TensorDict
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -76,13 +76,6 @@ def test_wrappers_leave_no_trace_in_the_names(wrap):
     assert equal(values(wrap(model)), model.state_dict())
     weights = TensorDict.from_module(model)
     assert equal(values(weights), model.state_dict())
-
-
-def test_names_of_wrappers_are_taken_out_of_tensordicts_and_state_dicts():
-    model = nn.Linear(2, 1)
-    compiled = torch.compile(model)
-    assert equal(values(compiled.state_dict()), model.state_dict())
-    assert equal(values(TensorDict.from_module(compiled)), model.state_dict())
 
 
 def test_distributed_data_parallel_is_seen_through(group):
@@ -154,41 +147,12 @@ def test_what_is_not_a_plain_tensor_is_refused_by_name(entry, message):
             Layout.of(weights)
 
 
-def test_a_shard_of_zero_3_is_refused():
-    shard = nn.Parameter(torch.empty(0))
-    shard.ds_numel = 12
-    with pytest.raises(TypeError, match=r"w: .* ZeRO-3; use it within deepspeed.zero.Gathered"):
-        Layout.of({"w": shard})
-
-
 def test_state_that_is_no_tensor_is_refused():
     model = nn.Sequential(ExtraState(1, 1))
     with pytest.raises(TypeError, match=r"weights: 0._extra_state: expected tensors"):
         Layout.of(model)
     with pytest.raises(TypeError, match=r"weights: 0._extra_state: .* got dict|no such|got"):
         Layout.of(model.state_dict())
-
-
-@pytest.mark.parametrize("weights", [3, [torch.ones(1)], {1: torch.ones(1)}])
-def test_weights_of_another_type_are_refused(weights):
-    with pytest.raises(TypeError, match="weights: "):
-        places_of(weights)
-
-
-def test_mapped_tensors_are_plain():
-    mapped = MemoryMappedTensor.from_tensor(torch.arange(3))
-    assert values({"w": mapped})["w"].tolist() == [0, 1, 2]
-
-
-def test_adapters_without_an_adapted_model_are_refused():
-    for weights in (nn.Linear(1, 1), {"w": torch.ones(1)}):
-        with pytest.raises(ValueError, match="merge_adapters: expected a"):
-            places_of(weights, True)
-
-
-def test_a_peft_model_has_the_names_of_its_state_dict():
-    model = adapted(model_of("qwen2"), modules_to_save=["norm"])
-    assert equal(values(model), model.state_dict())
 
 
 LORA = {
@@ -271,13 +235,6 @@ def test_all_active_adapters_are_merged_and_no_other():
     assert not equal(one, both)
 
 
-def test_adapters_that_are_merged_in_place_are_not_merged_again():
-    model = adapted(model_of("qwen2"))
-    expected = values(model, True)
-    model.merge_adapter()
-    assert equal(values(model, True), expected)
-
-
 def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     model = adapted(model_of("qwen2"))
     layout = Layout.of(model, merge_adapters=True)
@@ -295,39 +252,6 @@ def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     assert all(torch.equal(a, b) for a, b in zip(again, views, strict=True))
 
 
-def test_an_adapted_embedding_is_not_tied_to_its_head_any_more():
-    base = copy.deepcopy(model_of("qwen2"))
-    base.config.tie_word_embeddings = True
-    base.tie_weights()
-    assert base.lm_head.weight is base.model.embed_tokens.weight
-    model = adapted(base, target_modules=["embed_tokens"])
-    merged = values(model, True)
-    assert torch.equal(merged["lm_head.weight"], base.lm_head.weight)
-    assert not torch.equal(merged["model.embed_tokens.weight"], base.lm_head.weight)
-    layout = Layout.of(model, merge_adapters=True)
-    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    layout.write(layout.matched(model), views)
-    with pytest.raises(ValueError, match=r"lm_head.weight: expected the values of model.embed"):
-        Target(base, layout).alias(views)
-
-
-def test_adapters_inside_of_a_larger_module_are_found():
-    model = nn.ModuleDict(
-        {"policy": torch.compile(adapted(model_of("qwen2"))), "v": nn.Linear(1, 1)}
-    )
-    merged = values(model, True)
-    expected = {f"policy.{name}" for name in model_of("qwen2").state_dict()}
-    assert merged.keys() == expected | {"v.weight", "v.bias"}
-
-
-def test_prompt_learning_cannot_be_merged():
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    model = peft.get_peft_model(copy.deepcopy(model_of("qwen2")), config)
-    with pytest.raises(TypeError, match="got prompt learning; leave out merge"):
-        places_of(model, True)
-    assert "prompt_encoder.default.embedding.weight" in values(model)
-
-
 def test_merged_adapters_of_sharded_models_are_made_whole(group):
     from torch.distributed.fsdp import fully_shard
 
@@ -335,11 +259,3 @@ def test_merged_adapters_of_sharded_models_are_made_whole(group):
     expected = values(model, True)
     fully_shard(model)
     assert equal(values(model, True), expected)
-
-
-def test_weights_whose_memory_is_freed_are_refused():
-    freed = torch.ones(4)
-    freed.untyped_storage().resize_(0)
-    for tensor in (freed, torch._efficientzerotensor(4)):
-        with pytest.raises(TypeError, match=r"weights: a: .* got one whose memory is freed"):
-            Layout.of({"a": tensor})

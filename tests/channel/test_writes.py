@@ -11,6 +11,8 @@ from typing import NamedTuple
 import channel_workers as workers
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 START = """
 import ctypes, faulthandler, os, signal, sys, threading, torch
 from fusedrl import WeightChannel
@@ -78,23 +80,3 @@ def test_it_is_shown_in_a_thread_and_in_a_forked_child():
     assert says(done), done.stderr
     done = run(write, "if os.fork() == 0:\n    write()\nsys.exit(os.WTERMSIG(os.wait()[1]))")
     assert done.returncode == signal.SIGSEGV and "in write" in done.stderr, done.stderr
-
-
-def test_it_is_shown_where_views_outlive_the_reader_and_the_channel():
-    keep = """
-with reader.lease() as lease:
-    kept = lease.weights["1", "weight"]
-reader.close(); channel.close()
-del reader, channel, lease
-"""
-    done = run(keep, WRITE.format("kept.zero_()"), "write()")
-    assert says(done), done.stderr
-
-
-def test_a_file_that_the_user_has_chosen_for_reports_stays(tmp_path):
-    report = tmp_path / "report"
-    code = f"faulthandler.disable()\nfaulthandler.enable(open({str(report)!r}, 'w'))\n"
-    code += "reader = channel.handle.open()\n" + ALIAS
-    done = run(code, WRITE.format("policy[1].weight.zero_()"), "write()")
-    assert done.returncode == -signal.SIGSEGV and done.stderr == ""
-    assert "in write" in report.read_text()

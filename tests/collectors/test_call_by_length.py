@@ -12,7 +12,7 @@ from counting_dialogs import Counting, seen
 from counting_dialogs import policy as numbers_policy
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import AsyncEnvPool, StepCounter, Transform
+from torchrl.envs import StepCounter, Transform
 
 from fusedrl import ChannelWeightSyncScheme
 from fusedrl.collectors.turns import call_by_length
@@ -78,17 +78,6 @@ class TestCalls:
         call_by_length(policy, dialogs)
         assert calls == [[2, 2]]
 
-    def test_of_a_pool_of_batched_environments(self, policy, calls):
-        of_one, of_two = ([dialog(n) for n in given] for given in ((2, 2), (1, 2)))
-        answers = call_by_length(policy, lazy_stack([lazy_stack(of_two), lazy_stack(of_one)]))
-        assert sorted(map(sorted, calls)) == [[1], [2], [2, 2]]
-        assert answers["action"].flatten().tolist() == [10, 20, 20, 20]
-        assert answers.batch_size == (2, 2)
-
-    @pytest.mark.parametrize("dialogs", [Counting().reset(), Counting(lazy=True).reset()])
-    def test_one_without_histories(self, dialogs):
-        assert call_by_length(lambda given: given, dialogs) is dialogs
-
 
 @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
 def test_the_batches_are_those_of_a_policy_that_takes_all_lengths(collect, mode):
@@ -150,15 +139,3 @@ class TestChats:
         env = chat_env(StepCounter(2), FirstEnds())
         options = {"policy": generating_policy, **self.OPTIONS, **mode}
         self.check(list(collect(env, **options)), tokenizer)
-
-    def test_dialogs_of_a_pool(self, chat_env, generating_policy, tokenizer, collect):
-        pool = AsyncEnvPool(
-            [
-                lambda: chat_env(StepCounter(2), FirstEnds(), rows=1),
-                lambda: chat_env(StepCounter(2), rows=1),
-            ],
-            backend="threading",
-            stack="lazy",
-        )
-        pool.min_get = 2
-        self.check(list(collect(pool, policy=generating_policy, **self.OPTIONS)), tokenizer)

@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool, StepCounter
-from torchrl.envs.llm import DatasetChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from transforms.dialogs import assert_rows_equal, rows
 
-from fusedrl import LLMCollector, RetrieveKL, WeightChannel
+from fusedrl import LLMCollector, RetrieveKL
 
 GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
 
@@ -82,59 +79,6 @@ def test_transforms_find_the_policy_through_the_collector(scoring, chat_env, col
     assert len(batches) == 2
     for batch in batches:
         check(batch, 4)
-
-
-def test_replay_buffer_and_versions(scoring, chat_env, collect):
-    buffer = ReplayBuffer(storage=LazyStackStorage(20), batch_size=3)
-    collector = collect(chat_env(scoring), replay_buffer=buffer, track_policy_version=True)
-    for _ in collector:
-        collector.increment_version()
-    assert buffer[:]["policy_version"].tolist() == [0] * 4 + [1] * 4
-    check(buffer.sample(), 3)
-
-
-def test_a_dataset_environment_asks_its_first_question(tokenizer, greedy, collect):
-    loader = torch.utils.data.DataLoader(
-        [{"query": f"Question {n}?"} for n in range(4)],
-        batch_size=1,
-        collate_fn=lambda batch: TensorDict(
-            query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
-        ),
-    )
-    env = DatasetChatEnv.from_dataloader(tokenizer=tokenizer, dataloader=loader)
-    batch = collect(env, policy=greedy, dialog_turns_per_batch=1, total_dialog_turns=1).next()
-    assert "Question 0?" in str(batch["history"].prompt[0].content)
-
-
-def test_a_trainer_publishes_while_dialogs_run(chat_env, collect, greedy, policy_model):
-    import copy
-
-    trained = copy.deepcopy(policy_model)
-    with WeightChannel.create(policy_model) as channel:
-        model = copy.deepcopy(policy_model)
-        policy = TransformersWrapper(
-            model,
-            tokenizer=greedy.tokenizer,
-            generate_kwargs={"max_new_tokens": 5, "do_sample": False},
-        )
-        options = {"dialog_turns_per_batch": 2, "total_dialog_turns": 6}
-        collector = collect(
-            chat_env(),
-            policy=policy,
-            channel=channel.handle,
-            track_policy_version=True,
-            **options,
-        )
-        versions, answers = [], []
-        for batch in collector:
-            versions.append(batch["next", "policy_version"].flatten().tolist())
-            answers.append([row.tolist() for row in rows(batch.reshape(-1), ("tokens", "full"))])
-            with torch.no_grad():
-                for parameter in trained.parameters():
-                    parameter.mul_(1.5).add_(0.1 * torch.randn_like(parameter))
-            channel.publish(trained)
-        assert versions == [[0, 0], [1, 1], [2, 2]]
-        assert answers[0] != answers[1] != answers[2]
 
 
 class TestAsyncEnvPool:

@@ -6,12 +6,14 @@ import queue
 
 import pytest
 from counting_dialogs import Counting, policy
+from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.envs import SerialEnv, TransformedEnv
-from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
+from torchrl.weight_update import SharedMemWeightSyncScheme as Other
 
 from fusedrl import AsyncCollector, LLMCollector, PolicyVersion, RayLLMCollector, WeightHandle
 
 HANDLE = WeightHandle(0, 0, "")
+DIALOGS = {"collector_class": LLMCollector}
 
 
 @pytest.mark.parametrize(
@@ -37,13 +39,8 @@ HANDLE = WeightHandle(0, 0, "")
         ),
         ({"dialog_turns_per_batch": None}, TypeError, "dialog_turns_per_batch: .* got None"),
         ({"dialog_turns_per_batch": 0}, ValueError, "dialog_turns_per_batch: .* got 0"),
-        ({"dialog_turns_per_batch": -1}, ValueError, "dialog_turns_per_batch: .* got -1"),
         ({"dialog_turns_per_batch": 2.5}, TypeError, "dialog_turns_per_batch: .* got 2.5"),
-        ({"dialog_turns_per_batch": "4"}, TypeError, "dialog_turns_per_batch: .* got '4'"),
-        ({"dialog_turns_per_batch": True}, TypeError, "dialog_turns_per_batch: .* got True"),
-        ({"total_dialog_turns": 2.5}, TypeError, "total_dialog_turns: .* got 2.5"),
         ({"total_dialog_turns": 0}, ValueError, "total_dialog_turns: .* got 0; -1 never ends"),
-        ({"total_dialog_turns": -2}, ValueError, "total_dialog_turns: .* got -2"),
         (
             {"async_envs": True},
             RuntimeError,
@@ -65,27 +62,12 @@ HANDLE = WeightHandle(0, 0, "")
             ValueError,
             "track_policy_version: expected integer versions",
         ),
-        (
-            {"channel": HANDLE, "track_policy_version": TorchrlPolicyVersion("uuid")},
-            ValueError,
-            "track_policy_version: expected integer versions",
-        ),
         ({"track_policy_version": "int"}, TypeError, "track_policy_version: .* got str"),
         ({"max_staleness": 1}, ValueError, "max_staleness: expected integer versions"),
-        (
-            {"max_staleness": 1, "track_policy_version": PolicyVersion("uuid")},
-            ValueError,
-            "max_staleness: expected integer versions",
-        ),
         (
             {"max_staleness": -1, "track_policy_version": True},
             ValueError,
             "max_staleness: expected 0 or more versions, got -1",
-        ),
-        (
-            {"max_staleness": "1", "track_policy_version": True},
-            TypeError,
-            "max_staleness: expected a whole number of versions, got '1'",
         ),
     ],
 )
@@ -101,8 +83,8 @@ def test_refused(options, error, message):
 
 
 @pytest.mark.parametrize("cls", [LLMCollector, AsyncCollector, RayLLMCollector])
-def test_an_unknown_argument_is_one_of_the_class_that_was_called(cls):
-    with pytest.raises(TypeError, match=rf"^{cls.__name__}\.__init__\(\) .* argument 'unknown'"):
+def test_an_unknown_argument_is_refused_by_its_name(cls):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
         cls(Counting, unknown=1)
 
 
@@ -114,11 +96,27 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         LLMCollector(env, policy=policy, **{option: True})
 
 
-def test_a_tracker_of_another_environment_is_refused():
-    tracker = PolicyVersion()
-    other = TransformedEnv(Counting(), tracker)
-    with pytest.raises(ValueError, match=r"track_policy_version: .* one of another environment"):
-        LLMCollector(
-            Counting(), policy=policy, dialog_turns_per_batch=4, track_policy_version=tracker
-        )
-    assert tracker.container is other
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"frames_per_batch": None}, TypeError, "frames_per_batch"),
+        ({"frames_per_batch": 0}, ValueError, "frames_per_batch: expected 1 or more frames, got 0"),
+        ({"reset_when_done": False}, ValueError, "reset_when_done"),
+        ({"total_frames": 2.5}, TypeError, "total_frames: .* got 2.5"),
+        ({"max_frames_per_traj": -1}, ValueError, "max_frames_per_traj: .* got -1"),
+        ({"prefetch": None}, TypeError, "prefetch: .* got None"),
+        ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
+        ({"max_staleness": 1}, ValueError, "max_staleness"),
+        (DIALOGS | {"dialog_turns_per_batch": 8}, TypeError, "expected it or frames_per_batch"),
+        (DIALOGS | {"split_trajs": True}, TypeError, "split_trajs"),
+        ({"flatten_data": True}, TypeError, "flatten_data"),
+        ({"channel": 1}, TypeError, "channel"),
+        ({"collector_class": TorchrlLLMCollector}, ValueError, "collector_class"),
+        ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
+        ({"weight_sync_schemes": {"policy": Other()}}, ValueError, "ChannelWeightSyncScheme"),
+        ({"create_env_kwargs": [{}, {}]}, ValueError, "create_env_kwargs"),
+    ],
+)
+def test_refused_before_a_process_is_started(options, error, message):
+    with pytest.raises(error, match=message):
+        AsyncCollector(Counting, policy, **({"frames_per_batch": 4} | options))

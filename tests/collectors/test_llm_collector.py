@@ -7,7 +7,6 @@ import inspect
 import queue
 import signal
 import threading
-import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -16,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from counting_dialogs import Counting, Rounded, policy, seen
-from tensordict.nn import TensorDictModule
+from counting_dialogs import Counting, policy, seen
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import AsyncEnvPool, ParallelEnv, SerialEnv
+from torchrl.envs import AsyncEnvPool
 
 from fusedrl import LLMCollector
+from fusedrl.collectors.options import DialogOptions
 
 IDS = ("collector", "traj_ids")
 
@@ -38,15 +37,8 @@ def test_has_every_public_name_of_torchrls(collect):
     collector = collect()
     assert names <= set(dir(collector))
     assert callable(collector.rollout) and callable(LLMCollector.as_remote)
-    given = inspect.signature(TorchrlLLMCollector.__init__).parameters
-    assert given.keys() <= inspect.signature(LLMCollector.__init__).parameters.keys()
-
-
-def test_what_it_was_made_with(collect):
-    assert (collect().dialog_turns_per_batch, collect().total_dialog_turns) == (4, 8)
-    endless = collect(dialog_turns_per_batch=5, total_dialog_turns=-1)
-    assert endless.dialog_turns_per_batch == 6  # whole steps of two dialogs
-    assert endless.total_dialog_turns == float("inf")
+    given = inspect.signature(TorchrlLLMCollector).parameters
+    assert given.keys() <= inspect.signature(DialogOptions).parameters.keys()
 
 
 def test_no_prompt_is_lost_to_the_constructor(collect):
@@ -56,18 +48,6 @@ def test_no_prompt_is_lost_to_the_constructor(collect):
     assert (env.resets, calls) == (0, [])
     assert seen(next(iter(collector))) == [[100, 101], [100, 101]]
     assert (env.resets, len(calls)) == (1, 2)
-
-
-def test_a_trajectory_id_is_of_one_dialog(collect):
-    collector = collect(Counting(3, 2), dialog_turns_per_batch=30, total_dialog_turns=60)
-    dialogs = {}
-    for batch in collector:
-        for row in range(3):
-            pairs = zip(batch[IDS][row].tolist(), seen(batch)[row], strict=True)
-            for traj_id, value in pairs:
-                dialogs.setdefault(traj_id, set()).add((row, value // 100))
-    assert all(len(of) == 1 for of in dialogs.values())
-    assert sorted(dialogs) == list(range(len(dialogs)))
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
@@ -84,53 +64,11 @@ def test_what_a_caller_does_to_a_batch_changes_no_other(collect, mode, lazy):
     assert list(batches(True)) == list(batches(False))
 
 
-def test_a_policy_may_write_in_place_or_answer_with_another_tensordict(collect):
-    whole = [seen(batch) for batch in collect()]
-    copied = collect(policy=lambda turn: policy(turn.copy()))
-    assert [seen(batch) for batch in copied] == whole
-    answered = collect(policy=lambda turn: policy(turn).select("action"))
-    assert [batch["action"].flatten(1).tolist() for batch in answered] == [
-        [[10 * n for n in row] for row in rows] for rows in whole
-    ]
-
-
-def test_environments_in_processes(collect):
-    whole, parallel = (
-        [seen(batch.reshape(-1)) for batch in collect(batched(2, partial(Counting, None)))]
-        for batched in (SerialEnv, partial(ParallelEnv, mp_start_method="fork"))
-    )
-    assert whole == parallel and len(whole) == 2
-
-
-def test_completed_trajectories_need_no_batch_size(collect):
-    for options in ({"yield_completed_trajectories": True}, {"yield_only_last_steps": True}):
-        batches = list(collect(dialog_turns_per_batch=None, **options))
-        assert batches and all(batch["next", "done"][-1].all() for batch in batches)
-
-
 def test_dropped_turns_are_charged(collect):
     collector = collect(Counting(2, 3), yield_only_last_steps=True, total_dialog_turns=14)
     (batch,) = collector
     assert seen(batch) == [102, 103, 202, 203]
     assert collector.stats()["frames"] == 14 and collector.stats()["completed"]
-
-
-def test_reset_at_each_iter_starts_new_dialogs(collect):
-    collector = collect(reset_at_each_iter=True, total_dialog_turns=12)
-    assert [seen(batch)[0] for batch in collector] == [[100, 101], [200, 201], [300, 301]]
-
-
-def test_reset_at_each_iter_keeps_no_part_of_a_dialog(collect):
-    """torchrl's ignores it there."""
-    collector = collect(
-        Counting(2, 3),
-        reset_at_each_iter=True,
-        yield_completed_trajectories=True,
-        dialog_turns_per_batch=1,
-        total_dialog_turns=20,
-    )
-    starts = [seen(batch)[0] for batch in collector]
-    assert all(start % 100 == 0 for start in starts) and len(set(starts)) == len(starts) > 1
 
 
 def test_replay_buffer(collect):
@@ -189,13 +127,6 @@ def test_postproc_sees_whole_batches(collect):
         collector.set_postproc(lambda batch: batch)
 
 
-def test_private_entries_stay_here(collect):
-    def secretive(turn):
-        return policy(turn).set("_secret", torch.zeros(turn.shape))
-
-    assert all("_secret" not in batch for batch in collect(policy=secretive))
-
-
 def test_hooks_of_torchrl(collect):
     calls = []
     collector = collect()
@@ -203,11 +134,6 @@ def test_hooks_of_torchrl(collect):
     collector.post_collect_hook = lambda batch: calls.append(tuple(batch.shape))
     list(collector)
     assert calls == ["before", (2, 2)] * 2
-
-
-def test_factories(collect):
-    collector = collect(Counting, policy=None, policy_factory=lambda: policy)
-    assert len(list(collector)) == 2
 
 
 def test_next_ends_with_none(collect):
@@ -231,18 +157,6 @@ def test_reset_forgets_what_runs(collect):
         collector.reset(0)
 
 
-def test_state_is_restored(collect):
-    first = collect(track_policy_version=True)
-    next(iter(first))
-    first.increment_version()
-    state = first.state_dict()
-    second = collect(track_policy_version=True)
-    second.load_state_dict(state)
-    assert second.policy_version == 1 and second.stats()["frames"] == 4
-    (batch,) = second
-    assert set(batch[IDS].flatten().tolist()).isdisjoint({0, 1})
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -263,31 +177,6 @@ def test_one_that_is_shut_down_says_so(collect, use, begun):
     collector.shutdown()
     with pytest.raises(RuntimeError, match=r"collector: expected one that runs, .* make a new one"):
         use(collector)
-
-
-def test_a_policy_that_is_a_module_is_taken_without_a_warning(collect):
-    """torchrl's names an argument that its own LLMCollector does not have."""
-    module = TensorDictModule(Rounded(torch.nn.Linear(1, 1)), ["seen"], ["action"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        assert collect(policy=module).next() is not None
-
-
-def test_set_seed_reaches_the_environment(collect):
-    seeds = []
-    env = Counting()
-    env._set_seed = seeds.append
-    collect(env).set_seed(7, static_seed=True)
-    assert seeds == [7]
-
-
-def test_ready_until_shut_down(collect):
-    collector = collect()
-    assert collector.is_initialized()
-    env = collector.env
-    collector.shutdown(timeout=1, close_env=True, raise_on_error=True)
-    collector.shutdown()
-    assert env.is_closed and not collector.is_initialized()
 
 
 @pytest.mark.parametrize("pool", [False, True], ids=["env", "pool"])
@@ -314,16 +203,6 @@ def test_a_shutdown_from_another_thread_waits_for_the_turn_that_runs(collect, po
         with pytest.raises(RuntimeError, match="collector: expected one that runs, got one that"):
             rollout.result(20)
     assert not collector.is_initialized()
-
-
-def test_shutdown_can_leave_the_environment(collect):
-    env = Counting()
-    closed = []
-    env.close = lambda **kwargs: closed.append(1)
-    collector = collect(env)
-    next(iter(collector))
-    collector.shutdown(close_env=False)
-    assert closed == []
 
 
 def test_shutdown_raises_what_closing_raises_unless_told_not_to(collect):
@@ -374,16 +253,6 @@ def test_a_collector_is_freed(collect):
     assert gone() is None
 
 
-def test_a_batch_is_the_callers_alone(collect):
-    """The iterator keeps none while it waits, or makes the next one."""
-    iterator = iter(collect())
-    batch = next(iterator)
-    gone = weakref.ref(batch)
-    del batch
-    gc.collect()
-    assert gone() is None and next(iterator) is not None
-
-
 def test_torchrls_profiler_runs(collect, tmp_path):
     collector = collect(total_dialog_turns=16)
     collector.enable_profile(save_path=tmp_path / "trace.json", num_rollouts=2, warmup_rollouts=1)
@@ -425,24 +294,6 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
     seen = [turn["seen"].item() for turn in turns]
     whole = [turn["seen"].item() for batch in collect() for turn in batch.reshape(-1)]
     assert sorted(seen) == sorted(whole) and len(seen) == 8
-
-
-@pytest.mark.usefixtures("default_signals")
-def test_ctrl_c_waits_for_a_buffer(collect):
-    """Its cursor has moved before the turns are stored, so that a second try would leave a gap."""
-    done = SimpleNamespace()
-
-    class Interrupted(LazyStackStorage):
-        def set(self, *args, **options):
-            interrupt_once(None, done)
-            super().set(*args, **options)
-
-    buffer = ReplayBuffer(storage=Interrupted(20), batch_size=4)
-    iterator = iter(collect(replay_buffer=buffer, total_dialog_turns=12))
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    assert list(iterator) == [None] * 3 and len(buffer) == 12
-    assert seen(buffer[:4]) == [100, 101, 100, 101]
 
 
 def test_next_goes_on_after_an_interrupt(collect):

@@ -25,6 +25,8 @@ from fusedrl import (
     WeightChannel,
 )
 
+pytestmark = pytest.mark.heavy
+
 TURNS_AND_MORE = [TURNS, pytest.param(20 * TURNS, marks=pytest.mark.slow)]
 
 
@@ -68,19 +70,15 @@ def test_the_scheme_in_the_trainers_process(tokenizer, of, mode):
         policy = policies.setdefault(id(module), generating(tokenizer, module))
         scheme.send(policy, version=version)
 
-    check_versions(collector, tokenizer, publish)
+    check_versions(collector, tokenizer, publish, by_batch=of is Collector)
 
 
-# Each pair of a worker's class, a mode and a way is in one of the first four.
+# Each pair of a worker's class, a mode and a way is in one of these.
 WORKERS = [
     (LLMCollector, "alias", "scheme"),
     (LLMCollector, "copy", "channel"),
     (None, "copy", "scheme"),
     (None, "alias", "channel"),
-    pytest.param(LLMCollector, "copy", "scheme", marks=pytest.mark.slow),
-    pytest.param(LLMCollector, "alias", "channel", marks=pytest.mark.slow),
-    pytest.param(None, "alias", "scheme", marks=pytest.mark.slow),
-    pytest.param(None, "copy", "channel", marks=pytest.mark.slow),
 ]
 
 
@@ -111,7 +109,7 @@ def test_a_process_of_its_own(tokenizer, channel, forked, of, mode, way):
         sent = policies.setdefault(id(module), generating(tokenizer, module))
         scheme.send(sent, version=version)
 
-    check_versions(collector, tokenizer, publish)
+    check_versions(collector, tokenizer, publish, by_batch=of is None)
 
 
 def test_a_pool_that_scores_with_weights_of_a_channel_is_refused(tokenizer, channel):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import uuid
-from datetime import datetime
 
 import pytest
 import torch
 from counting_dialogs import Counting, policy
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
-from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 from torchrl.envs.utils import check_env_specs
 
-from fusedrl import PolicyVersion, VersionChange
+from fusedrl import PolicyVersion
 
 
 def batch_of(*versions, **entries) -> TensorDict:
@@ -46,20 +42,6 @@ def test_uuids_are_new_each_time(version_type):
     assert [change.new_version for change in tracker.version_history] == [first, tracker.version]
 
 
-def test_the_history_keeps_the_newest():
-    tracker = PolicyVersion(max_history=3)
-    for _ in range(10):
-        tracker.increment_version()
-    assert [change.new_version for change in tracker.version_history] == [8, 9, 10]
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="version_type: expected 'int' or 'uuid', got 'float'"):
-        PolicyVersion("float")
-    with pytest.raises(ValueError, match="max_history: expected a positive number, got 0"):
-        PolicyVersion(max_history=0)
-
-
 @pytest.mark.parametrize(
     ("version_type", "value"), [("int", "seven"), ("int", True), ("int", 1.5), ("uuid", 7)]
 )
@@ -69,13 +51,6 @@ def test_a_version_of_another_type_is_refused(version_type, value):
     with pytest.raises(TypeError):
         tracker.version = value
     assert tracker.version == before and len(tracker.version_history) == 1
-
-
-def test_large_versions_are_exact():
-    tracker = PolicyVersion()
-    tracker.version = 2**53 + 1
-    written = tracker(TensorDict(batch_size=(2,)))["policy_version"]
-    assert written.dtype == torch.int64 and written.tolist() == [2**53 + 1] * 2
 
 
 def as_lists(value):
@@ -119,38 +94,6 @@ def test_uuids_are_read_as_torchrls_are(make):
     assert isinstance(ours[0], list)
 
 
-def test_a_uuid_without_a_batch_is_a_string():
-    for kind in (PolicyVersion, TorchrlPolicyVersion):
-        tracker = kind("uuid")
-        written = tracker._step(None, TensorDict())
-        assert written["policy_version"] == tracker.version
-
-
-@pytest.mark.parametrize(("shape", "listed"), [((0,), []), ((2, 0), [[], []]), ((0, 2), [])])
-def test_a_uuid_of_no_elements(shape, listed):
-    """torchrl raises RuntimeError."""
-    written = PolicyVersion("uuid")(TensorDict(batch_size=shape)).get("policy_version")
-    assert written.batch_size == shape
-    assert written.tolist() == listed
-
-
-def test_uuids_keep_the_device():
-    written = PolicyVersion("uuid")(TensorDict(batch_size=2, device="cpu"))
-    assert written.get("policy_version").device == written.device == torch.device("cpu")
-
-
-def test_a_uuid_a_row_from_an_environment():
-    tracker = PolicyVersion("uuid")
-    env = TransformedEnv(Counting(2), tracker)
-    start = env.reset()
-    first = tracker.version
-    assert list(start["policy_version"]) == [first] * 2
-    tracker.increment_version()
-    turn = env.step(policy(start))
-    assert list(turn["policy_version"]) == [first] * 2
-    assert [row["next", "policy_version"] for row in turn] == [tracker.version] * 2
-
-
 ENVIRONMENTS = {
     "no batch": lambda: Counting(None),
     "batch": lambda: Counting(3),
@@ -174,52 +117,6 @@ def test_specs_say_what_is_written(make, version_type):
         else:
             assert isinstance(column, NonTensorData | NonTensorStack)
             assert type(spec.example_data) is type(tracker.version) is str
-
-
-@pytest.mark.parametrize("version_type", ["int", "uuid"])
-def test_the_spec_of_a_tracker_alone(version_type):
-    for shape in ((), (3,), (2, 3)):
-        given = Composite(seen=Unbounded((*shape, 1)), shape=shape)
-        spec = PolicyVersion(version_type).transform_observation_spec(given)
-        assert sorted(spec.keys()) == ["policy_version", "seen"]
-        entry = spec["policy_version"]
-        assert entry.shape == torch.Size(shape)
-        assert isinstance(entry, Unbounded if version_type == "int" else NonTensor)
-        assert version_type == "uuid" or entry.dtype == torch.int64
-
-
-@pytest.mark.parametrize("version_type", ["int", "uuid"])
-def test_an_environment_without_a_lock_of_its_batch_size(version_type):
-    class Unlocked(Counting):
-        batch_locked = False
-
-    env = TransformedEnv(Unlocked(2), PolicyVersion(version_type))
-    assert not env.batch_locked
-    assert env.observation_spec["policy_version"].shape == env.reset().get("policy_version").shape
-
-
-def test_a_change_has_its_time_and_both_versions():
-    start = datetime.now()
-    tracker = PolicyVersion()
-    tracker.version = 4
-    change = tracker.version_history[-1]
-    assert isinstance(change, VersionChange)
-    assert (change.old_version, change.new_version) == (0, 4)
-    assert start <= tracker.version_history[0].timestamp <= change.timestamp <= datetime.now()
-
-
-def test_the_version_is_written_at_resets_too():
-    """Which torchrl's environments ask ``cal_on_reset`` for."""
-    tracker = PolicyVersion()
-    env = TransformedEnv(Counting(2), tracker)
-    tracker.version = 5
-    assert tracker.cal_on_reset is True
-    assert env.reset()["policy_version"].tolist() == [5, 5]
-
-
-def test_torchrls_uuid_spec_is_of_another_type():
-    env = TransformedEnv(Counting(2), TorchrlPolicyVersion("uuid"))
-    assert type(env.observation_spec["policy_version"].example_data) is not str
 
 
 def test_an_environment_alone_writes_the_version_at_its_step():
@@ -264,11 +161,3 @@ class TestSpan:
         batch = PolicyVersion("uuid")(TensorDict(batch_size=(2,)))
         with pytest.raises(ValueError, match="batch: expected versions of the last 1000"):
             PolicyVersion("uuid").span(batch)
-
-
-def test_copies_count_on_their_own():
-    tracker = PolicyVersion()
-    tracker.version = 7
-    for twin in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
-        twin.increment_version()
-        assert (twin.version, tracker.version) == (8, 7)

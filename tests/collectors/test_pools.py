@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from counting_dialogs import Counting
 from tensordict import lazy_stack
@@ -58,25 +56,6 @@ def test_new_dialogs_begin_after_an_error(collect, mode, at, number, begins_by):
     for seen in dialogs.values():
         first = seen[0]
         assert first % 100 == 0 and seen == list(range(first, first + len(seen)))
-
-
-@pytest.mark.usefixtures("forked_pools")
-def test_a_pool_of_processes_that_has_failed_says_what_to_do(collect):
-    pool = AsyncEnvPool(
-        [functools.partial(Failing, "step", 3), functools.partial(Counting, 1)],
-        backend="multiprocessing",
-        stack="lazy",
-        exchange="queue",
-    )
-    collector = collect(pool, total_dialog_turns=-1)
-    with pytest.raises(RuntimeError, match="in step 3"):
-        lazy_stack([collector.rollout() for _ in range(4)])
-    collector.reset()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"env: expected a pool .* make another pool and"):
-            collector.rollout()
-    for process in pool.threads:
-        process.kill()  # torchrl's shutdown waits for a minute for one that has failed
 
 
 @pytest.mark.parametrize("stack", ["lazy", "dense"])

@@ -13,7 +13,7 @@ from torchrl.envs import StepCounter
 from torchrl.modules.llm import TransformersWrapper
 from transforms.dialogs import rows
 
-from fusedrl import LLMCollector, PolicyVersion, turn_metrics
+from fusedrl import LLMCollector, turn_metrics
 from fusedrl.collectors.progress import response_tokens
 
 
@@ -60,16 +60,6 @@ def test_the_figures_of_a_batch_are_one_flat_dictionary(chat_env, collect, greed
         turn_metrics(ragged, 1)
 
 
-def test_tokens_under_the_name_of_torchrls_first_wrappers():
-    assert response_tokens(TensorDict({"tokens_response": torch.zeros(2, 3, 7)}, (2, 3))) == 42
-    ragged = [TensorDict({"tokens_response": torch.zeros(n)}) for n in (2, 5)]
-    assert response_tokens(lazy_stack(ragged)) == 7
-
-
-def test_a_batch_without_tokens_tells_none(collect):
-    assert response_tokens(collect().next()) is None
-
-
 def logged(collector: LLMCollector, caplog: Any) -> list[str]:
     with caplog.at_level("INFO", logger="fusedrl"):
         for _ in collector:
@@ -85,21 +75,6 @@ def test_verbose_logs_a_line_for_each_batch(collect, caplog):
         "LLMCollector: turns 4, version 2, staleness 2",  # the turns have 0 and 1
         "LLMCollector: turns 8, version 5, staleness 2",
     ]
-
-
-def test_verbose_logs_tokens(chat_env, collect, greedy, caplog):
-    (line, _) = logged(collect(chat_env(), policy=greedy(), verbose=True), caplog)
-    assert line.endswith(", tokens 20") and "version" not in line
-
-
-def test_uuids_have_no_staleness(collect, caplog):
-    collector = collect(verbose=True, track_policy_version=PolicyVersion("uuid"))
-    (line, _) = logged(collector, caplog)
-    assert re.fullmatch(r"LLMCollector: turns 4, version \S{36}", line)
-
-
-def test_quiet_by_default(collect, caplog, capsys):
-    assert logged(collect(), caplog) == [] and capsys.readouterr().out == ""
 
 
 def test_a_progress_bar(chat_env, collect, greedy, capsys):

@@ -29,6 +29,8 @@ from torchrl.modules.llm import TransformersWrapper
 from fusedrl import RayLLMCollector, RayRemoteWeightUpdater
 from fusedrl.collectors.ray_llm_collector import DialogActor
 
+pytestmark = pytest.mark.heavy
+
 ray = pytest.importorskip("ray")
 
 PAGE = Path(__file__).parents[2] / "docs/tutorials/ray-cluster.md"
@@ -241,24 +243,6 @@ class TestErrors:
             collect(policy=lambda turn: turn if lock else None)
         with pytest.raises(TypeError, match="replay_buffer: expected a RayReplayBuffer"):
             collect(replay_buffer=ReplayBuffer())
-
-    def test_of_sharded_weights(self, collect, sharded):
-        collector = RayLLMCollector.__new__(RayLLMCollector)
-        with pytest.raises(ValueError, match=r"expected whole tensors, got parts on .* \(0, 1\)"):
-            collector.update_policy_weights_(sharded)
-
-
-@pytest.fixture
-def sharded() -> Iterator[torch.nn.Module]:
-    """A model of which this process has one of two parts."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-    dist.destroy_process_group()
 
 
 def test_an_update_waits_for_the_end_of_the_batch_however_long_it_takes(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from counting_dialogs import Counting, Rounded
 from tensordict.nn import TensorDictModule
-from torchrl.envs import SerialEnv, TransformedEnv
+from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import RewardScaling
 
 from fusedrl import AsyncCollector, LLMCollector
@@ -80,18 +80,7 @@ def test_a_state_that_does_not_fit_changes_nothing(collect, change, error, told)
     assert collector.policy_version == 5
 
 
-def test_numbers_of_trajectories_are_checked_whatever_may_be_left_out(collect):
-    collector = collect(policy=policy())
-    with pytest.raises(ValueError, match="traj_id, missing"):
-        collector.load_state_dict({**collector.state_dict(), "traj_pool": {}}, strict=False)
-
-
-def test_environments_may_share_one_state(collect):
-    collector = collect(SerialEnv(2, scaled), policy=policy())
-    state = collector.state_dict()
-    collector.load_state_dict({**state, "env_state_dict": state["env_state_dict"]["worker1"]})
-
-
+@pytest.mark.heavy
 @pytest.mark.usefixtures("forked")
 def test_a_worker_refuses_a_state_before_its_weights_are_published():
     options: dict[str, Any] = {"frames_per_batch": 4, "track_policy_version": True}

@@ -10,7 +10,6 @@ from counting_dialogs import Counting, policy
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import AsyncEnvPool
 
-from fusedrl import PolicyVersion
 from fusedrl.collectors.policy_version import stamp_tokens
 
 KEY, TOKENS = "policy_version", "token_policy_version"
@@ -64,13 +63,6 @@ def test_a_nested_tensor(layout):
     assert [row.tolist() for row in turn["next", TOKENS].unbind()] == [[5, 4], [6]]
 
 
-def test_no_memory_is_shared_between_the_turn_and_its_next(collect):
-    collector = collect(Counting(), policy=Reports(PADDED), track_policy_version=True)
-    batch = collector.next()
-    batch["next", TOKENS].fill_(9)
-    assert 9 not in batch[TOKENS]
-
-
 @pytest.mark.parametrize(
     "rows",
     [torch.full((2, 3), -1), torch.zeros(2, 0, dtype=torch.int64), [torch.zeros(0).long()] * 2],
@@ -89,11 +81,3 @@ def test_a_pool(collect):
     turns = collector.next().reshape(-1)
     for part in (turns, turns["next"]):
         assert sorted(part[KEY].flatten().tolist()) == [4, 4, 6, 6]
-
-
-def test_uuids_are_left_alone(collect):
-    tracker = PolicyVersion("uuid")
-    collector = collect(Counting(), policy=Reports(PADDED), track_policy_version=tracker)
-    batch = collector.next()
-    assert {*batch.reshape(-1)["next", KEY]} == {tracker.version}
-    assert TOKENS not in batch["next"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +14,11 @@ import torch
 from counting_dialogs import Counting, policy
 from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModule
-from torchrl.collectors.weight_update import VanillaWeightUpdater, WeightUpdaterBase
-from torchrl.envs import AsyncEnvPool, SerialEnv, Transform, TransformedEnv
+from torchrl.collectors.weight_update import WeightUpdaterBase
+from torchrl.envs import AsyncEnvPool, Transform, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
-from torchrl.weight_update import NoWeightSyncScheme, WeightSyncScheme
 
-from fusedrl import LLMCollector, LocalWeightUpdaterBase, PolicyVersion, VanillaLocalWeightUpdater
+from fusedrl import LLMCollector, LocalWeightUpdaterBase, PolicyVersion
 from fusedrl.collectors.versions import Versions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated")
@@ -117,17 +115,6 @@ def test_the_version_is_that_of_the_policys_call(collect, when, tracker):
     assert len(set(called)) == 6
 
 
-def test_torchrls_tracker_is_late():
-    """It writes what the version is when the environment steps."""
-    from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
-
-    collector = TorchrlLLMCollector(
-        Counting(), policy=policy, dialog_turns_per_batch=2, track_policy_version=True
-    )
-    collector.policy = lambda turn: collector.increment_version() or policy(turn)
-    assert next(iter(collector))["next", "policy_version"].tolist() == [[1], [1]]
-
-
 @pytest.mark.parametrize("lazy", [False, True], ids=["dense", "lazy"])
 @pytest.mark.parametrize(
     "mode", [{"flatten_data": True}, {"yield_completed_trajectories": True}], ids=str
@@ -139,18 +126,6 @@ def test_versions_of_flat_batches(collect, mode, lazy):
     assert versions(batch) == ([0, 1, 0, 1] if "flatten_data" in mode else [0, 1, 0, 1, 2])
 
 
-def test_the_last_steps_have_the_version_of_their_turn(collect):
-    collector = collect(Counting(2, 2), yield_only_last_steps=True, dialog_turns_per_batch=2)
-    collector.policy = lambda turn: collector.increment_version() or policy(turn)
-    assert versions(collector.next()) == [1, 2]
-
-
-def test_batched_environments(collect):
-    collector = collect(SerialEnv(2, lambda: Counting(None)))
-    collector.increment_version()
-    assert versions(collector.next()) == [[1, 1], [1, 1]]
-
-
 def test_a_tracker_that_is_in_the_environment_is_used_as_it_is(collect):
     tracker = PolicyVersion()
     env = TransformedEnv(Counting(), tracker)
@@ -158,18 +133,6 @@ def test_a_tracker_that_is_in_the_environment_is_used_as_it_is(collect):
     assert collector.policy_version_tracker is tracker and collector.env is env
     tracker.version = 7
     assert versions(collector.next()) == [[7, 7], [7, 7]]
-
-
-def test_without_tracking_there_are_no_versions(collect):
-    collector = collect(track_policy_version=False)
-    collector.increment_version()
-    assert collector.policy_version is None and "policy_version" not in collector.next()
-
-
-def test_the_span_of_a_batch(collect):
-    collector = collect(dialog_turns_per_batch=6)
-    collector.policy = lambda turn: collector.increment_version() or policy(turn)
-    assert collector.policy_version_tracker.span(collector.next()) == (0, 2)
 
 
 class SelfCounting(WeightUpdaterBase):
@@ -227,34 +190,6 @@ class TestOneUpdateIsOneVersion:
         updater(TensorDict())
         assert collector.policy_version == 3
 
-    def test_an_updater_that_is_set_later(self, collect, module):
-        collector = collect(policy=module)
-        assert collector.set_weight_updater(VanillaLocalWeightUpdater(lambda: halved(module), None))
-        collector.update_policy_weights_()
-        collector.weight_updater.update_weights()
-        assert collector.policy_version == 2
-        collector.set_weight_updater(Given)
-        collector.update_policy_weights_()
-        assert collector.policy_version == 3
-
-    def test_a_function_that_makes_the_updater(self, collect, module):
-        collector = collect(
-            policy=module,
-            weight_updater=lambda: VanillaWeightUpdater(
-                weight_getter=lambda: halved(module),
-                policy_weights=TensorDict.from_module(module).data,
-            ),
-        )
-        collector.update_policy_weights_()
-        assert collector.policy_version == 1
-
-    def test_a_scheme(self, collect, module):
-        scheme = NoWeightSyncScheme()
-        assert isinstance(scheme, WeightSyncScheme)
-        collector = collect(policy=module, weight_sync_schemes={"policy": scheme})
-        collector.update_policy_weights_()
-        assert collector.policy_version == 1
-
     def test_a_version_that_comes_with_the_weights(self, collect):
         class Scheme:
             def receive(self):
@@ -268,17 +203,6 @@ class TestOneUpdateIsOneVersion:
         assert collector.policy_version == 41
         collector._receive_weights_scheme()
         assert collector.policy_version == 42
-
-    def test_another_threads_count_in_the_meantime_is_one_more(self, collect):
-        class Interrupted(Given):
-            def _update_local_weights(self, local_weights, mapped_weights):
-                thread = threading.Thread(target=collector.increment_version)
-                thread.start()
-                thread.join()
-
-        collector = collect(weight_updater=Interrupted())
-        collector.update_policy_weights_(TensorDict())
-        assert collector.policy_version == 2
 
     def test_an_update_that_fails_is_none(self, collect, module):
         collector = collect(policy=module)
@@ -350,24 +274,6 @@ class TestUpdatesAndTurns:
             thread.join(20)
         assert order == ["update", "turn"]
 
-    def test_updates_that_follow_each_other_let_turns_in(self, collect, module):
-        over = threading.Event()
-        collector = collect(policy=module)
-
-        def update():
-            while not over.is_set():
-                collector.update_policy_weights_(halved(module))
-
-        threads = [threading.Thread(target=update) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            assert [collector.next().numel() for _ in range(20)] == [4] * 20
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
-
 
 class TestStaleness:
     def test_batches_that_are_too_old_are_dropped_and_counted(self, collect, caplog):
@@ -383,25 +289,6 @@ class TestStaleness:
         assert set(sizes) == {4}  # the other dialogs have five turns
         assert collector.stale_turns + sum(sizes) == collector.stats()["frames"] >= 40
         assert caplog.text.count("a batch was dropped") == 1
-
-    def test_fresh_batches_are_kept(self, collect):
-        collector = collect(max_staleness=0)
-        for _ in range(3):
-            assert versions(collector.next()) == [[collector.policy_version] * 2] * 2
-            collector.increment_version()
-        assert collector.stale_turns == 0
-
-    def test_a_bound_that_is_set_later_is_checked_as_the_first_one(self, collect):
-        untracked = collect(track_policy_version=False)
-        with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
-            untracked.max_staleness = 1
-        collector = collect(total_dialog_turns=8)
-        with pytest.raises(TypeError, match="max_staleness: expected a whole number"):
-            collector.max_staleness = 0.5
-        assert untracked.max_staleness is collector.max_staleness is None
-        collector.max_staleness = 0
-        collector.policy = lambda turn: collector.increment_version() or policy(turn)
-        assert list(collector) == [] and collector.stale_turns == 8
 
 
 class TestPools:
@@ -437,20 +324,6 @@ class TestPools:
             got += list(zip(keys, versions(batch), strict=True))
         assert len(got) >= 30 and set(got) <= set(asked)
 
-    def test_a_budget_that_fewer_dialogs_end_than_the_pool_waits_for(self, collect):
-        pool = AsyncEnvPool([lambda n=n: Counting(1, n) for n in (2, 3, 4)], stack="lazy")
-        pool.min_get = 2
-        collector = collect(pool, yield_completed_trajectories=True, total_dialog_turns=17)
-        assert sum(batch.numel() for batch in collector) == collector.stats()["frames"] >= 17
-
-    def test_trackers_of_the_inner_environments_do_not_matter(self, collect):
-        """torchrl says to add the transform by hand, which counts steps late, or in a process."""
-        makers = [lambda: TransformedEnv(Counting(1, 2), PolicyVersion()) for _ in range(2)]
-        pool = AsyncEnvPool(makers, backend="threading", stack="lazy")
-        collector = collect(pool, track_policy_version=PolicyVersion())
-        collector.policy_version_tracker.version = 5
-        assert versions(collector.next()) == [[[5, 5]], [[5, 5]]]
-
     def test_an_environment_is_not_lost_when_the_policy_raises(self, pool, collect):
         calls = []
 
@@ -466,23 +339,3 @@ class TestPools:
                 collector.rollout()
         after = lazy_stack([collector.rollout()[0] for _ in range(20)])
         assert set(after["env_index"]) == {0, 1}
-
-    @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
-    @pytest.mark.usefixtures("forked_pools")
-    def test_processes(self, collect, mode):
-        pool = AsyncEnvPool(
-            [functools.partial(Counting, 1, n) for n in (2, 3)],
-            backend="multiprocessing",
-            stack="lazy",
-        )
-        collector = collect(pool, total_dialog_turns=16, **mode)
-        turns, newest = 0, []
-        for batch in collector:
-            newest.append(collector.policy_version_tracker.span(batch)[1])
-            assert torch.equal(batch["action"], 10 * batch["seen"])
-            turns += batch.numel()
-            collector.increment_version()
-        assert turns == collector.stats()["frames"] >= 16
-        assert newest[0] == 0 and len(set(newest)) > 1
-        # Dialogs of two processes end in any order.
-        assert newest == sorted(newest) or mode

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-import warnings
-
 import pytest
 from torchrl.collectors.weight_update import WeightUpdaterBase
 
-from fusedrl import LocalWeightUpdaterBase, RemoteWeightUpdaterBase, VanillaLocalWeightUpdater
+from fusedrl import LocalWeightUpdaterBase, RemoteWeightUpdaterBase
 
 
 class Local(LocalWeightUpdaterBase):
@@ -80,12 +77,6 @@ def test_a_remote_update_maps_once_and_sends_to_workers_that_are_not_skipped(cal
     assert hooked == [4]
 
 
-def test_nothing_is_fetched_where_every_worker_is_skipped():
-    updater = Remote(skipped=[0, 1, 2])
-    updater.update_weights()
-    assert updater.calls == []
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
@@ -131,21 +122,3 @@ def test_an_updater_has_one_collector_and_does_not_keep_it_alive(make):
     assert updater.collector is collector
     del collector
     assert updater.collector is None
-
-
-def test_a_copy_in_another_process_is_not_registered():
-    updater, collector = VanillaLocalWeightUpdater(None, None), Somewhere()
-    updater.register_collector(collector)
-    assert pickle.loads(pickle.dumps(updater)).collector is None
-
-
-@pytest.mark.parametrize("base", [LocalWeightUpdaterBase, RemoteWeightUpdaterBase])
-def test_a_base_is_abstract(base):
-    with pytest.raises(TypeError, match="_get_server_weights"):
-        base()
-
-
-def test_a_subclass_is_not_called_deprecated():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        type("Mine", (RemoteWeightUpdaterBase,), {})

@@ -69,25 +69,13 @@ def test_weights_of_the_trainers_own_have_a_number_of_their_own_after_a_shutdown
         collector.increment_version()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_scheme_numbers_them_again(collect, kind):
-    collector, scheme = collect(kind)
-    collector.rollout()
-    scheme.shutdown()
-    other = ChannelWeightSyncScheme()
-    other.init_on_sender(model_id="policy", context=collector)
-    other.connect()
-    assert tags(collector.rollout()) == [1] * 4
-    other.shutdown()
-    assert collector.rollout()["next", "policy_version"].flatten().tolist() == [2] * 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_versions_a_collector_goes_on_after_a_shutdown(collect, kind):
-    collector, scheme = collect(kind, track_policy_version=False)
-    collector.rollout()
-    scheme.shutdown()
-    assert collector.rollout()["low"].flatten().tolist() == [1.0] * 4
+def test_a_tag_that_torchrl_has_copied_is_that_of_the_weights(collect):
+    """As it does for the transform that counts the frames of a trajectory."""
+    collector, scheme = collect(Collector, max_frames_per_traj=3)
+    iterator = iter(collector)
+    for version in (1, 2, 3):
+        assert tags(next(iterator)) == [version] * 4
+        scheme.send(weights_of(version + 1.0))
 
 
 def test_frames_of_random_actions_have_one_tag(collect):

@@ -54,8 +54,3 @@ def test_tied_weights_are_stored_once_and_stay_tied():
     got, _, buffers = through_the_store(TensorDict.from_module(module))
     assert len(buffers) == 3
     assert got["0", "weight"].data_ptr() == got["1", "weight"].data_ptr()
-
-
-def test_unpickling_takes_nothing_of_this_package():
-    _, data, _ = through_the_store(TensorDict.from_module(nn.Linear(2, 2)))
-    assert b"fusedrl" not in data

@@ -13,7 +13,7 @@ from weights_workers import Ones, make_policy
 
 from fusedrl import RayRemoteWeightUpdater
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.heavy, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.fixture(scope="module")

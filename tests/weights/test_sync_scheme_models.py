@@ -9,9 +9,7 @@ import torch
 from one_thread import one_thread
 from sync_collecting import collecting, forked, newest
 from sync_workers import Callable, Canary, canary_policy, scored
-from tensordict.nn import TensorDictModule
-from torch import nn
-from torchrl.collectors import AsyncCollector, Collector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.collectors.utils import _make_meta_policy
 from torchrl.modules.llm import TransformersWrapper
 
@@ -22,6 +20,7 @@ __all__ = ["forked", "one_thread"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.heavy
 def test_policies_that_workers_make_follow_a_model_that_the_trainer_names(forked):
     scheme = ChannelWeightSyncScheme(mode="copy")
     trained = canary_policy(1.0)
@@ -35,6 +34,7 @@ def test_policies_that_workers_make_follow_a_model_that_the_trainer_names(forked
         newest(collector, iterator, 2)
 
 
+@pytest.mark.heavy
 def test_a_policys_part_and_a_transforms_model_have_schemes_of_their_own(forked):
     part, model = "policy.module", "env.transform[0].model"
     schemes = {part: ChannelWeightSyncScheme(), model: ChannelWeightSyncScheme()}
@@ -71,33 +71,6 @@ def test_models_that_cannot_follow_are_refused():
         worker.connect(worker_idx=0)
     for end in (worker, scheme):
         end.shutdown()
-
-
-class Tied(nn.Module):
-    """Two names of one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, observation):
-        return self.b(self.a(observation))
-
-
-def test_tied_weights_stay_tied_in_workers(forked):
-    policy = TensorDictModule(Tied(), in_keys=["observation"], out_keys=["action"])
-    scheme = ChannelWeightSyncScheme(mode="copy")
-    with collecting(AsyncCollector, scheme, policy) as (collector, iterator):
-        next(iterator)
-        assert scheme.channel.layout.stored[0].name == "module.a.weight"
-        assert len(scheme.channel.layout.stored) == 1
-        with torch.no_grad():
-            policy.module.a.weight.fill_(3.0)
-        collector.update_policy_weights_()
-        for _ in range(4):
-            actions = next(iterator)["action"].flatten().tolist()
-        assert actions == [9.0] * len(actions)
 
 
 def test_a_language_model_that_travels_on_meta_arrives_whole():

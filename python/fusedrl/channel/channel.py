@@ -27,7 +27,6 @@ from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
     first_value,
-    let_interrupts_in,
     publish_together,
     rendezvous_of,
 )
@@ -351,7 +350,6 @@ class WeightChannel:
             if remaining <= 0:
                 return
             self._end.wait(progress, min(remaining, SLICE_S))
-            let_interrupts_in()
 
     def _next(self, version: int | None) -> int:
         last = self._end.version()

@@ -1,4 +1,4 @@
-"""Decisions of some ranks that wait for each other, each with one outcome for all of them."""
+"""Ranks that publish a sharded model together: each step has one outcome, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,53 +18,25 @@ from fusedrl.channel.checks import MAX_VERSION, count
 from fusedrl.channel.memory import FullError
 from fusedrl.compat.torch import store_of_ranks
 
-_PAUSE = 0.02  # seconds between two looks at the store, at most
-_KINDS = {kind.__name__: kind for kind in (ValueError, TimeoutError, FullError, RuntimeError)}
-
-_held: list[Callable[[], Any]] | None = None  # what interrupts do that came meanwhile
+PAUSE_S = 0.002  # between two looks at the store
+KINDS = {kind.__name__: kind for kind in (ValueError, TimeoutError, FullError, RuntimeError)}
 
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Let Ctrl-C take effect after the block, or in :func:`let_interrupts_in` within it.
-
-    Other ranks wait in collective calls for one that is within such a block.
-    """
-    global _held
-    handler, on_main = signal.getsignal(signal.SIGINT), _is_main_thread()
-    if not on_main or _held is not None or not callable(handler):
+    """Let Ctrl-C take effect after the block, in which other ranks wait for this one."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
     held: list[Callable[[], Any]] = []
     signal.signal(signal.SIGINT, lambda *args: held.append(partial(handler, *args)))
     try:
-        _held = held
         yield
     finally:
-        _held = None
         signal.signal(signal.SIGINT, handler)
         if held:
-            held.pop()()
-
-
-def let_interrupts_in() -> None:
-    """Let an interrupt that is held back take effect here, where this rank waits."""
-    if _held and _is_main_thread():
-        _held.pop()()
-
-
-def interrupt_later(error: BaseException) -> None:
-    """Hold back what :func:`let_interrupts_in` raised."""
-
-    def interrupt() -> None:
-        raise error
-
-    assert _held is not None
-    _held.append(interrupt)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+            held[0]()
 
 
 class Rendezvous:
@@ -98,101 +70,73 @@ class Rendezvous:
         state: Any = None,
         decide: Callable[[dict[int, Any]], Any] = lambda states: None,
     ) -> Any:
-        """Wait until every rank has come.
+        """Wait until every rank has come, and return the outcome, the same on every rank.
 
         Args:
             patience: seconds.
             state: of this rank, as JSON has it.
             decide: makes the outcome of the states of all ranks, on the rank that comes last.
 
-        Returns:
-            The outcome, the same on every rank.
-
         Raises:
             TimeoutError: ranks did not come in time; the message names them.
             ValueError: what ``decide`` raised, on every rank.
-            FullError: that of another rank.
-            RuntimeError: another rank had another error, which the message has.
+            FullError, RuntimeError: another rank had an error, which the message has.
         """
-        with interrupted_later():
-            let_interrupts_in()
-            self._come(state, decide)
-            deadline, pause = time.monotonic() + patience, 1e-4
-            while not self._store.check([str(self.round)]):
-                if time.monotonic() > deadline:
-                    self._settle({"error": "TimeoutError", "text": self._late(patience)})
-                    break
-                time.sleep(pause)
-                pause = min(2 * pause, _PAUSE)
-                try:
-                    let_interrupts_in()
-                except BaseException as error:
-                    if "error" in self._settle(self._told(error)):
-                        self.round, self._known = self.round + 1, error
-                        raise
-                    interrupt_later(error)  # all have come, and go on
-            outcome = json.loads(self._store.get(str(self.round)))
-            self.round += 1
-            if "error" in outcome:
-                self._known = _KINDS[outcome["error"]](outcome["text"])
-                raise self._known
-            return outcome["value"]
+        key = str(self.round)
+        self._store.set(f"rank {self._rank}", json.dumps([self.round, state]))
+        if self._store.add(f"{key} came", 1) == len(self.ranks):
+            self._decide(decide)
+        deadline = time.monotonic() + patience
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                self._settle("TimeoutError", self._late(patience))
+            time.sleep(PAUSE_S)
+        kind, value = json.loads(self._store.get(key))
+        self.round += 1
+        if kind is not None:
+            self._known = KINDS[kind](value)
+            raise self._known
+        return value
 
     @contextmanager
-    def collective(self, interruptible: bool = True) -> Iterator[None]:
-        """A call that all ranks make; an error in it is one on every rank.
-
-        Args:
-            interruptible: whether Ctrl-C takes effect at any line of it, or in its waits alone.
-        """
-        with self._calls, nullcontext() if interruptible else interrupted_later():
+    def collective(self) -> Iterator[None]:
+        """A block that all ranks run; an error of one rank in it is one on every rank."""
+        with self._calls:
             try:
                 yield
             except BaseException as error:
-                with interrupted_later():
-                    if self._known is None:
-                        self._fail(error)
+                if error is not self._known:
+                    self._fail(error)
                 raise
             finally:
                 self._known = None
 
-    def _come(self, state: Any, decide: Callable[[dict[int, Any]], Any]) -> None:
-        """Tell the others that this rank is here; the last one settles the outcome."""
-        key, store = str(self.round), self._store
-        store.set(f"rank {self._rank}", json.dumps([self.round, state]))
-        if store.add(f"{key} came", 1) < len(self.ranks):
-            return
+    def _decide(self, decide: Callable[[dict[int, Any]], Any]) -> None:
+        states = {r: json.loads(self._store.get(f"rank {r}"))[1] for r in self.ranks}
         try:
-            outcome = {"value": decide(self._states())}
+            self._settle(None, decide(states))
         except ValueError as error:
-            outcome = {"error": "ValueError", "text": str(error)}
-        self._settle(outcome)
+            self._settle("ValueError", str(error))
         for old in (str(self.round - 1), f"{self.round - 1} came"):
-            store.delete_key(old)
+            self._store.delete_key(old)
 
     def _fail(self, error: BaseException) -> None:
         """Make an error the outcome of the first round that has none."""
-        while "error" not in self._settle(self._told(error)):
+        kind, text = "FullError", f"{error} (on rank {self._rank})"
+        if not isinstance(error, FullError):
+            kind, text = (
+                "RuntimeError",
+                f"ranks: expected all of them to take part, got rank {self._rank}: "
+                f"{type(error).__name__}: {error}; nothing is published: call again on every rank "
+                "once that is repaired",
+            )
+        while self._settle(kind, text)[0] is None:
             self.round += 1
         self.round += 1
 
-    def _told(self, error: BaseException) -> dict[str, Any]:
-        """The outcome of a round in which this rank had an error."""
-        if isinstance(error, FullError):
-            return {"error": "FullError", "text": f"{error} (on rank {self._rank})"}
-        text = (
-            f"ranks: expected all of them to take part, got rank {self._rank}: "
-            f"{type(error).__name__}: {error}; nothing is published: call again on every rank once "
-            "that is repaired"
-        )
-        return {"error": "RuntimeError", "text": text}
-
-    def _settle(self, outcome: dict[str, Any]) -> dict[str, Any]:
-        """The outcome of the next round: this one, if it has none yet."""
-        return json.loads(self._store.compare_set(str(self.round), "", json.dumps(outcome)))
-
-    def _states(self) -> dict[int, Any]:
-        return {rank: json.loads(self._store.get(f"rank {rank}"))[1] for rank in self.ranks}
+    def _settle(self, kind: str | None, value: Any) -> tuple[str | None, Any]:
+        """The outcome of the round, a kind of error or none and a value: these if it has none."""
+        return json.loads(self._store.compare_set(str(self.round), "", json.dumps([kind, value])))
 
     def _late(self, patience: float) -> str:
         def came(name: str) -> bool:
@@ -233,17 +177,17 @@ def publish_together(
         find: finds the places of the weights.
 
     Returns:
-        The version.
+        The version. Ctrl-C takes effect after the call, which ends in bounded time.
 
     Raises:
         Exception: as :meth:`Rendezvous.agree`, or what this rank cannot do, which is told to all.
     """
     patience, holds = channel.rank_timeout, channel.holds
-    with rendezvous.collective(interruptible=False):
+    with interrupted_later(), rendezvous.collective():
         if version is not None:
             count("version", version, 0, MAX_VERSION)
         last = -1 if channel.version is None else channel.version
-        state = [channel.layout.hash, last, version, holds]
+        state = [channel.layout.hash, holds, last, version]
         version = rendezvous.agree(patience, state, _next_version)
         places = find()
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
@@ -257,8 +201,10 @@ def publish_together(
 
 def check_ends(states: dict[int, Any]) -> None:
     """Raise ``ValueError`` unless all channels have one layout, and one of the ranks has slots."""
-    _refuse_layouts({rank: layout for rank, (layout, _) in states.items()})
-    if not any(holds for _, holds in states.values()):
+    layouts = {rank: layout[:12] for rank, (layout, *_) in states.items()}
+    remedy = "create all channels with the same names, shapes and dtypes"
+    _refuse_others("channel: expected one layout", layouts, remedy)
+    if not any(holds for _, holds, *_ in states.values()):
         raise ValueError(
             f"holds: expected True on one of the ranks {list(states)}, got False on all; leave it "
             "out for the first of them"
@@ -270,11 +216,6 @@ def first_value(values: dict[int, Any]) -> Any:
     return next((value for value in values.values() if value is not None), None)
 
 
-def _refuse_layouts(hashes: dict[int, str]) -> None:
-    remedy = "create all channels with the same names, shapes and dtypes"
-    _refuse_others("channel: expected one layout", {r: h[:12] for r, h in hashes.items()}, remedy)
-
-
 def _refuse_others(expected: str, states: dict[int, Any], remedy: str) -> None:
     if len(set(states.values())) > 1:
         named = ", ".join(f"rank {rank}: {state}" for rank, state in states.items())
@@ -282,9 +223,9 @@ def _refuse_others(expected: str, states: dict[int, Any], remedy: str) -> None:
 
 
 def _next_version(states: dict[int, Any]) -> int:
-    _refuse_layouts({rank: layout for rank, (layout, *_) in states.items()})
-    last = max(last for _, last, _, _ in states.values())
-    wanted = next(wanted for _, _, wanted, holds in states.values() if holds)
+    check_ends(states)
+    last = max(last for _, _, last, _ in states.values())
+    wanted = next(wanted for _, holds, _, wanted in states.values() if holds)
     if wanted is None:
         return max(last, 0) + 1
     if wanted <= last:

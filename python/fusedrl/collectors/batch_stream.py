@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
-from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.collectors.progress import BatchFacts
 from fusedrl.compat.torchrl import for_buffer
@@ -64,7 +63,6 @@ class BatchStream:
         self._counted: Any = None  # what was counted, and is not ready yet
         self.taking: Any = threading.RLock()
         self.iterator: Iterator[Any] | None = None
-        renew_in_children(self, taking=threading.RLock, storing=threading.Lock)
 
     def next(self, begin: Callable[[], Iterator[Any]]) -> Any:
         """The next batch of an iterator that lasts from call to call; ``None`` at its end.

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -14,14 +14,13 @@ from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
+from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Following
-from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.batch_stream import Rest
 from fusedrl.collectors.batches import batches_of
 from fusedrl.collectors.loop_collector import LoopCollector, RolloutBatches
 from fusedrl.collectors.options import (
     DialogOptions,
-    arguments_of,
     check_environment,
     check_state,
     of_part,
@@ -110,10 +109,27 @@ class LLMCollector(LoopCollector):
         [[1, 1], [1, 1]]
     """
 
-    @arguments_of(DialogOptions)
-    def __init__(self, options: DialogOptions) -> None:
+    def __init__(
+        self,
+        env: Any,
+        *,
+        weight_sync_schemes: dict[str, Any] | None = None,
+        channel: WeightHandle | WeightReader | None = None,
+        channel_mode: Literal["alias", "copy"] = "alias",
+        max_staleness: int | None = None,
+        progress: bool = False,
+        **arguments: Any,
+    ) -> None:
+        options = DialogOptions(
+            env,
+            weight_sync_schemes=weight_sync_schemes,
+            channel=channel,
+            channel_mode=channel_mode,
+            max_staleness=max_staleness,
+            progress=progress,
+            **arguments,
+        )
         self._collecting = threading.RLock()  # held by the thread that runs turns
-        renew_in_children(self, _collecting=threading.RLock)
         env = options.env if isinstance(options.env, EnvBase) else options.env()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories = options.completed

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ClassVar, Literal, SupportsIndex
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -22,30 +20,6 @@ from fusedrl.collectors.progress import check_progress
 from fusedrl.compat.torch import EXTRA_STATE
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
-Record = TypeVar("Record")
-P = ParamSpec("P")
-
-
-def arguments_of(
-    record: Callable[P, Record],
-) -> Callable[[Callable[[Any, Record], None]], Callable[Concatenate[Any, P], None]]:
-    """Give a constructor that takes a record the arguments of the record in its place."""
-
-    def with_arguments(constructor: Callable[[Any, Record], None]) -> Any:
-        @functools.wraps(constructor)
-        def construct(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
-            constructor(self, record(*args, **kwargs))
-
-        signature = inspect.signature(record)
-        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = [this, *signature.parameters.values()]
-        vars(construct)["__signature__"] = signature.replace(parameters=parameters)
-        del vars(construct)["__wrapped__"]  # which has other arguments, and Ray would look there
-        # What Python calls the function in its error for an argument that there is not.
-        vars(record)["__init__"].__qualname__ = constructor.__qualname__
-        return construct
-
-    return with_arguments
 
 
 @dataclass(kw_only=True, eq=False)

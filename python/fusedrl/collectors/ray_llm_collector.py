@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,48 +13,13 @@ from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMColle
 
 from fusedrl.channel.sources import places_of, ranks_of_shards
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.options import DialogOptions, arguments_of
+from fusedrl.collectors.options import DialogOptions
 from fusedrl.compat.torchrl import ray_buffer_client
 from fusedrl.transport import Serialized, deserialize, serialize
 from fusedrl.weights.ray_store import StoredWeights
 
 SECONDS_TO_END = 10.0
 WEIGHTS = ("policy_or_weights", "weights", "policy", "policy_weights")  # arguments of an update
-
-
-@dataclass(kw_only=True, eq=False)
-class RayOptions(DialogOptions):
-    """The arguments of :class:`fusedrl.RayLLMCollector`."""
-
-    ray_init_config: dict[str, Any] | None = None
-    remote_config: dict[str, Any] | None = None
-    sync_iter: bool = True
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without the actor."""
-        super().__post_init__()
-        client = ray_buffer_client(self.replay_buffer)
-        if self.replay_buffer is not None and client is None:
-            raise TypeError(
-                "replay_buffer: expected a RayReplayBuffer, got a "
-                f"{type(self.replay_buffer).__name__}, of which the actor would fill a copy; make "
-                "a RayReplayBuffer, or extend this one with the batches that you iterate over"
-            )
-        self.replay_buffer = client
-
-    def of_actor(self) -> dict[str, Any]:
-        """The arguments of the :class:`LLMCollector` in the actor."""
-        return {field.name: getattr(self, field.name) for field in fields(DialogOptions)}
-
-    def of_ray(self) -> dict[str, Any]:
-        """Ray's options for the actor; those in ``remote_config`` come first."""
-        # While one thread collects ahead, another one takes an update or the end.
-        known = {"max_concurrency": 1 if self.sync_iter else 2}
-        known |= {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
-        given = {name: value for name, value in known.items() if value is not None}
-        return given | (self.remote_config or {})
 
 
 class DialogActor(LLMCollector):
@@ -149,17 +113,33 @@ class RayLLMCollector(_RayLLMCollector):
 
     closed = True  # until the actor is asked for
 
-    @arguments_of(RayOptions)
-    def __init__(self, options: RayOptions) -> None:
-        _start_ray(options.ray_init_config)
-        self.sync_iter, self.replay_buffer = options.sync_iter, options.replay_buffer
+    def __init__(
+        self,
+        env: Any,
+        *,
+        replay_buffer: Any = None,
+        ray_init_config: dict[str, Any] | None = None,
+        remote_config: dict[str, Any] | None = None,
+        sync_iter: bool = True,
+        num_cpus: float | None = None,
+        num_gpus: float | None = None,
+        **arguments: Any,
+    ) -> None:
+        options = DialogOptions(env, replay_buffer=_client_of(replay_buffer), **arguments)
+        _start_ray(ray_init_config)
+        self.sync_iter, self.replay_buffer = sync_iter, options.replay_buffer
         # What torchrl's __len__ computes with; list() asks for a length.
         total: Any = options.total  # may be infinite
         self.total_frames = total
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self._pending: Any = None  # the reference to a batch that was not handed out yet
         seed = int(torch.randint(2**62, ()))
-        self._collector = DialogActor.as_remote(options.of_ray()).remote(seed, **options.of_actor())
+        # While one thread collects ahead, another one takes an update or the end.
+        of_ray: dict[str, Any] = {"max_concurrency": 1 if sync_iter else 2}
+        for name, given in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
+            of_ray |= {} if given is None else {name: given}
+        actor = DialogActor.as_remote(of_ray | (remote_config or {}))
+        self._collector = actor.remote(seed, **vars(options))
         self.remote_collectors = [self._collector]  # as RayRemoteWeightUpdater takes them
         self.closed = False
 
@@ -240,6 +220,18 @@ class RayLLMCollector(_RayLLMCollector):
             ray.kill(self._collector)
 
     async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
+
+
+def _client_of(buffer: Any) -> Any:
+    """What the actor extends in the place of a buffer, if there is one."""
+    client = ray_buffer_client(buffer)
+    if buffer is not None and client is None:
+        raise TypeError(
+            f"replay_buffer: expected a RayReplayBuffer, got a {type(buffer).__name__}, of which "
+            "the actor would fill a copy; make a RayReplayBuffer, or extend this one with the "
+            "batches that you iterate over"
+        )
+    return client
 
 
 def _start_ray(config: dict[str, Any] | None) -> None:

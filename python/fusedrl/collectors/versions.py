@@ -12,7 +12,6 @@ from typing import Any
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Following, Held
-from fusedrl.channel.forking import renew_in_children
 from fusedrl.collectors.policy_version import Version
 from fusedrl.weights.follow import (
     check_counts,
@@ -72,12 +71,6 @@ class Versions:
         self._first_place = threading.Lock()
         self._counting = threading.Lock()
         self.patience = WAIT_S
-        renew_in_children(
-            self,
-            _first_place=threading.Lock,
-            _counting=threading.Lock,
-            _block=lambda: _no_block,
-        )
 
     def open(self, channel: WeightHandle | WeightReader, policy: Any, mode: Any) -> None:
         """Take the policy's weights from a channel, until :meth:`close`.

@@ -189,12 +189,6 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 )
 
 
-@TORCH.needs("torch.nn:Module._call_impl")
-def call_of(module: nn.Module) -> Callable[..., Any]:
-    """What runs when a module is called: its forward with hooks, or what was compiled of it."""
-    return getattr(module, COMPILED_CALL) or module._call_impl
-
-
 def uncompiled(module: Any) -> Any:
     """The module that ``torch.compile`` was called with, or the module itself."""
     return children_of(module).get(COMPILED_CHILD, module)

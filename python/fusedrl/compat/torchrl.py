@@ -354,19 +354,6 @@ UNCOMPILED_POLICY, COMPILED_POLICY = TORCHRL.names(
 )
 
 
-@TORCHRL.needs("torchrl.collectors:Collector._wrapped_policy")
-def called_policy(collector: Any) -> Any:
-    """What a torchrl collector calls as its policy, which :data:`COMPILED_POLICY` has."""
-    from torchrl.collectors.llm import LLMCollector
-
-    if isinstance(collector, LLMCollector):
-        raise TypeError(
-            "collector: expected fusedrl.LLMCollector for dialogs with weights from a channel, got "
-            "torchrl's; make ours, which takes the same arguments"
-        )
-    return collector._wrapped_policy
-
-
 @TORCHRL.needs("torchrl.collectors:Collector._carrier")
 def carried_by(collector: Any) -> Any:
     """The data of a collector's next step, if it has any."""

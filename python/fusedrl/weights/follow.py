@@ -1,8 +1,7 @@
-"""Makes a torchrl collector follow a channel, with a change of version only between its turns."""
+"""Makes a torchrl collector follow a channel, with a change of version only between batches."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,14 +9,14 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
-from tensordict import TensorDictBase
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Follower, Following, Held
+from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.sources import module_places
-from fusedrl.compat import torch as torch_names
 from fusedrl.compat import torchrl
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
@@ -28,8 +27,8 @@ VERSION_KEY = "policy_version"
 class LeasedVersion:
     """The version tracker of a torchrl collector whose versions come with its weights.
 
-    It has the newest published version, which the next policy call computes with. The transform
-    that tags frames has that of the current call, which no update changes before ``env.step``.
+    It has the newest published version, which the next batch computes with. The transform that tags
+    frames has that of the current batch, which no update changes.
 
     Args:
         transform: the collector's ``PolicyVersion``, which has integers.
@@ -58,33 +57,22 @@ def number_own(tracker: Any, follower: Following) -> None:
     tracker.version = (follower.reader.version or 0) + 1
 
 
-class FollowedCall(partial):
-    """The call of a followed policy; copies of the policy are called as usual."""
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute of the policy."""
-        return getattr(self.args[0], name)
-
-    def __reduce__(self) -> Any:
-        """A copy of the policy has ``None`` in the place of this."""
-        return type(None), ()
-
-
 class Attachment:
-    """A follower of one of a collector's models, attached to the calls of the model.
+    """A follower of one of a collector's models, which takes the newest version for each batch.
 
-    A turn of a policy begins with its call and lasts until the next call, or until the rollout
-    ends. So the environment's transforms also compute with the version of the call, if they use
-    the policy's weights. Other models switch versions at each call.
+    It stands around the collector's ``rollout``, in which the policy and the transforms of the
+    environment compute with one version. Our collectors of dialogs give each turn a version of the
+    policy by themselves.
 
     Args:
-        collector: torchrl's ``Collector``, which may compile its policy and have a
-            ``policy_version_tracker``; or a collector with a method ``hold_turns``.
+        collector: torchrl's ``Collector``, which may have a ``policy_version_tracker``; or a
+            collector with a method ``hold_turns``.
         follower: the follower of the model.
         is_policy: whether the model is the collector's policy or a part of it, whose versions tag
             the frames.
 
     Raises:
+        TypeError: the collector is torchrl's of dialogs.
         ValueError: the collector tags frames with UUIDs, or with the versions of another follower.
     """
 
@@ -92,77 +80,50 @@ class Attachment:
         self._collector = weakref.ref(collector)
         self._follower = follower
         self._leave: Callable[[bool], None] | None = None
-        self._tracker: Any = None  # the transform that tags frames
-        # The rollout that a thread runs. Its frame alone keeps it, so that its turn ends with it.
-        self._running = threading.local()
+        self._trackers: list[Any] = []  # the transforms that tag frames
         with ExitStack() as undo:
             if is_policy and hasattr(collector, "hold_turns"):
                 self._leave = collector.hold_turns(follower)
-            elif is_policy:
-                self._attach_turns(collector, undo)
-            if not (is_policy and is_compiled(collector)):
-                # Hooks would not run after KeyboardInterrupt, nor in a module that is compiled.
-                module = follower.module
-                call = FollowedCall(self._in_call, torch_names.call_of(module))
-                undo.callback(patch_attribute(module, torch_names.COMPILED_CALL, call))
+            else:
+                if is_policy:
+                    self._number(collector, undo)
+                inner = vars(collector).get("rollout")  # that of another follower
+                if inner is None:
+                    inner = partial(call_if_alive, weakref.WeakMethod(collector.rollout))
+                undo.callback(patch_attribute(collector, "rollout", partial(self._batch, inner)))
             self._undo = undo.pop_all()
 
-    def _attach_turns(self, collector: Any, undo: ExitStack) -> None:
+    def _number(self, collector: Any, undo: ExitStack) -> None:
+        """Let the channel number the collector's frames."""
+        if isinstance(collector, TorchrlLLMCollector):
+            raise TypeError(
+                "collector: expected fusedrl.LLMCollector for dialogs with weights from a channel, "
+                "got torchrl's; make ours, which takes the same arguments"
+            )
         tracker = collector.policy_version_tracker
         if isinstance(tracker, LeasedVersion):
             refuse_another_channel()
         if tracker is not None:
             check_counts(tracker)
-            self._tracker = tracker
+            # torchrl copies it where it appends others, such as for max_frames_per_traj.
+            transform: Any = getattr(collector.env, "transform", None)
+            parts = getattr(transform, "transforms", [transform])
+            copies = [part for part in parts if isinstance(part, PolicyVersion)]
+            self._trackers = [tracker, *(part for part in copies if part is not tracker)]
             leased = LeasedVersion(tracker, self._follower)
             undo.callback(patch_attribute(collector, "policy_version_tracker", leased))
-        call = FollowedCall(self._in_turn, torchrl.called_policy(collector))
-        undo.callback(patch_attribute(collector, torchrl.COMPILED_POLICY, call))
-        inner = vars(collector).get("rollout")  # that of another follower
-        if inner is None:
-            inner = partial(call_if_alive, weakref.WeakMethod(collector.rollout))
-        undo.callback(patch_attribute(collector, "rollout", partial(self._whole_turns, inner)))
 
-    def _whole_turns(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A rollout of the collector, whose turns hold their versions."""
-        self._tag()  # a frame of random actions comes without a call
-        running = _Rollout()
-        self._running.rollout = weakref.ref(running)
-        try:
-            return rollout(*args, **kwargs)
-        finally:
-            running.turn = None
-            self._running.rollout = _no_rollout
-
-    def _in_turn(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the policy, which begins a turn."""
-        running: _Rollout | None = getattr(self._running, "rollout", _no_rollout)()
-        if running is None:
-            return self._in_call(partial(self._tagged, call), *args, **kwargs)
-        running.turn = None  # ends the turn before
-        running.turn = self._follower.call()
-        return self._tagged(call, *args, **kwargs)
-
-    def _in_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _batch(self, rollout: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A rollout of the collector, which computes with the newest version."""
         with self._follower.call():
-            return call(*args, **kwargs)
-
-    def _tagged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._tag(*args, *kwargs.values())
-        return call(*args, **kwargs)
-
-    def _tag(self, *inputs: Any) -> None:
-        """Tag the root of the frame that begins with the version that its ``"next"`` will have.
-
-        Otherwise the root would keep the tag of the step before, or of the reset.
-        """
-        if self._tracker is None:
-            return
-        self._tracker.version = self._follower.version or 0
-        for data in (*inputs, torchrl.carried_by(self._collector())):
-            tag = data.get(VERSION_KEY, None) if isinstance(data, TensorDictBase) else None
-            if isinstance(tag, torch.Tensor):
-                data.set(VERSION_KEY, torch.full_like(tag, self._tracker.version))
+            version = self._follower.version or 0
+            for tracker in self._trackers:
+                tracker.version = version
+            # The first frame begins with the tag of the step before, in the batch before.
+            carried: Any = torchrl.carried_by(self._collector()) if self._trackers else None
+            if carried is not None and VERSION_KEY in carried:
+                carried.set(VERSION_KEY, torch.full_like(carried.get(VERSION_KEY), version))
+            return rollout(*args, **kwargs)
 
     def remove(self, keeps: bool = True) -> None:
         """Restore the collector.
@@ -174,18 +135,8 @@ class Attachment:
         self._undo.close()
         if self._leave is not None:
             self._leave(keeps)
-        elif not keeps and self._tracker is not None:
-            number_own(self._tracker, self._follower)
-
-
-class _Rollout:
-    """A rollout that goes on, and the turn of its last call of the policy."""
-
-    turn: Held | None = None
-
-
-def _no_rollout() -> None:
-    """No rollout goes on, as a reference to one that is gone says."""
+        for tracker in () if keeps else self._trackers:
+            number_own(tracker, self._follower)
 
 
 def call_if_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) -> Any:

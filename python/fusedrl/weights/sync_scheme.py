@@ -44,14 +44,14 @@ _OF_THIS_PROCESS = (
 class ChannelWeightSyncScheme(WeightSyncScheme):
     """torchrl's weight-sync backend ``"channel"``: updates through a :class:`WeightChannel`.
 
-    ``collector.update_policy_weights_(weights)`` publishes one version. Each call of the policy
-    takes the newest version when it begins and computes with all of it, in the thread that calls.
-    With ``track_policy_version`` the frame is tagged with the version of that call. The numbers are
-    the channel's: 1 stands for the weights that a collector starts with.
+    ``collector.update_policy_weights_(weights)`` publishes one version. Each batch takes the newest
+    version when it begins and computes with all of it. With ``track_policy_version`` its frames are
+    tagged with that version. The numbers are the channel's: 1 stands for the weights that a
+    collector starts with.
 
-    An update returns when the version is published and does not wait for workers: every call of the
-    policy that begins afterwards uses this version or a later one. A dead worker is logged, with
-    its process id.
+    An update returns when the version is published and does not wait for workers: every batch that
+    begins afterwards uses this version or a later one. :class:`fusedrl.LLMCollector` takes a
+    version for each turn. A dead worker is logged, with its process id.
 
     A collector in the trainer's own process computes with a copy of its policy, so that in-place
     training does not reach it between updates.
@@ -61,7 +61,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             update takes weights in either form.
         dtype: dtype of floating weights in the channel; their own if ``None``.
         slots: number of versions that fit into the channel, as for :meth:`WeightChannel.create`.
-            Each running call holds at most one.
+            Each batch that is being collected holds at most one: two more than workers never wait.
         mode: with ``"alias"`` the model's parameters are frozen views of the channel; with
             ``"copy"`` they are written in place, in their own dtype and on their own device.
             ``None`` takes alias if dtypes and devices fit and the collector compiles nothing, and
@@ -321,13 +321,13 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self._reader = self._handle.open()
 
     def _attach(self, collector: Any) -> None:
-        """Switch versions at each call of the collector's model."""
+        """Switch versions of the collector's model between batches."""
         self._local = self.model = find_model(collector, self._id())
         follower = self._follow(self._local, collector)
         if self._attachment is None:
             self._attachment = Attachment(collector, follower, is_policy(self._id()))
         with follower.call():
-            pass  # releases the version that is held until the first call
+            pass  # releases the version that is held until the first batch
 
     def _follow(self, model: Any, collector: Any = None) -> Following:
         """Load the newest version into a model, and hold it until the model is called.
@@ -357,7 +357,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             assert self._handle is not None
             self._follower = EngineFollower(self._handle, reader, module)
         else:
-            self._follower = Follower(reader, module, mode)
+            # A policy that the trainer can call is held between batches too.
+            self._follower = Follower(reader, module, mode, keeps=self._put_back is not None)
         self._follower.load()
         return self._follower
 

@@ -78,9 +78,8 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
 
     An update writes ``policy_weights`` in place, and publishes one version of them by a
     :class:`~fusedrl.ChannelWeightSyncScheme`, which the collector gets before its processes start.
-    Every call of a worker's policy computes with one complete version, and a call that begins after
-    the update computes with the new one, also in the middle of a batch. No worker is interrupted,
-    and none waits.
+    Each batch of a worker computes with one complete version, the newest when the batch begins. No
+    worker is interrupted, and none waits.
 
     Args:
         get_server_weights: returns the trainer's weights, a tensordict or a module. Pass ``None``
@@ -90,10 +89,9 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
             device of the workers' policy. If there are several entries, each is written, and all
             workers get the first one. Workers start with it, also where ``policy_factory`` makes
             their policies.
-        timeout: seconds to wait for the end of a policy call of an old version if all slots are
-            taken.
+        timeout: seconds to wait for the end of a batch of an old version if all slots are taken.
         slots: number of versions that fit into the channel; each takes memory. With fewer than two
-            more than the workers, an update may wait for the end of a policy call.
+            more than the workers, an update may wait for the end of a batch.
 
     Raises:
         ValueError: the policy does not have such names or shapes, a worker is unknown, or an update

@@ -17,7 +17,7 @@ from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import module_places
 from fusedrl.compat import torch as torch_names
 from fusedrl.compat import torchrl
-from fusedrl.weights.follow import FollowedCall, is_compiled, module_of, patch_attribute
+from fusedrl.weights.follow import is_compiled, module_of, patch_attribute
 
 logger = logging.getLogger("fusedrl")
 
@@ -150,7 +150,7 @@ def _copied(whole: tuple[Any, ...], module: nn.Module, layout: Layout) -> tuple[
                 memo.setdefault(id(parameter), parameter)
             for child in part.modules():
                 compiled = getattr(child, torch_names.COMPILED_CALL)
-                if not isinstance(compiled, FollowedCall | None) and id(compiled) not in memo:
+                if compiled is not None and id(compiled) not in memo:
                     memo[id(compiled)] = None  # a compiled call would compute with the original
                     logger.warning(
                         "policy: expected one that the collector compiles, got one whose compile() "

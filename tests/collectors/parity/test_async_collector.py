@@ -17,7 +17,7 @@ from torchrl.testing.mocking_classes import CountingEnv
 import fusedrl.collectors.process.async_collector
 from fusedrl import AsyncCollector
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.heavy, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import AsyncCollector, LLMCollector
 
-pytestmark = pytest.mark.usefixtures("prepared")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("prepared")]
 
 OPTIONS: dict[str, Any] = {"dialog_turns_per_batch": 4, "total_dialog_turns": 12}
 

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import functools
-import queue
 import time
 from typing import Any
 
 import pytest
 import torch
-from async_workers import linear, seeded_vec_env
 from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting
 from sync_workers import canary_policy, weights_of
 from tensordict import TensorDict
-from torchrl.collectors import AsyncCollector as TorchrlAsyncCollector
-from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.testing.mocking_classes import CountingEnv, CountingEnvCountPolicy
-from torchrl.weight_update import SharedMemWeightSyncScheme
 from weights_workers import Ones, Uneven
 
 from fusedrl import (
-    AsyncCollector,
     LLMCollector,
     MultiProcessedRemoteWeightUpdate,
     VanillaLocalWeightUpdater,
     WeightChannel,
-    aSyncDataCollector,
 )
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 
 def test_every_frame_has_the_version_of_its_weights(make):
@@ -126,80 +118,6 @@ def test_a_channel_of_others_brings_weights_to_dialogs(make):
         assert versions == [[n] * 4 for n in range(4)]
 
 
-def test_dialogs_weights_and_profile(make):
-    collector = make(
-        Counting,
-        policy_of(Says(1)),
-        collector_class=LLMCollector,
-        total_frames=24,
-        prefetch=0,
-        track_policy_version=True,
-    )
-    versions = []
-    for batch in collector:
-        assert batch.shape == (2, 2) and ("collector", "traj_ids") in batch.keys(True)
-        versions.append(of(batch))
-        collector.update_policy_weights_(policy_of(Says(collector.policy_version + 1)))
-    assert versions == [[n] * 4 for n in range(1, 7)]  # collected on demand
-    assert collector.getattr_env("steps") == 12
-    assert collector.map_fn("policy_version.__add__", [(1,)]) == [8]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"collector_class": LLMCollector, "policy": policy_of(Says(1))}],
-    ids=["frames", "dialogs"],
-)
-def test_torchrls_profiler_runs_in_the_worker(make, tmp_path, options):
-    seen = []
-    env = Counting if options else CountingEnv
-    collector = make(env, total_frames=16, post_collect_hook=seen.append, **options)
-    trace = str(tmp_path / "trace {worker_idx}.json")
-    collector.enable_profile(save_path=trace, num_rollouts=2, warmup_rollouts=1)
-    assert len(list(collector)) == 4
-    assert "aten::" in (tmp_path / "trace 0.json").read_text()
-    collector.disable_profile()
-    assert collector.post_collect_hook == seen.append
-
-
-def test_completed_dialogs_on_a_budget(make):
-    collector = make(
-        Counting,
-        None,
-        policy_factory=lambda: policy_of(Says(1)),
-        collector_class=LLMCollector,
-        dialog_turns_per_batch=6,
-        total_dialog_turns=60,
-        frames_per_batch=None,
-        yield_only_last_steps=True,
-        max_staleness=0,
-        track_policy_version=True,
-    )
-    assert collector.policy_version == 0
-    batch = collector.next()
-    assert batch.shape == (6,) and batch["next", "done"].all()
-    collector.increment_version()
-    assert collector.policy_version == 1
-    rest = list(collector)
-    assert rest and all((batch["policy_version"] == 1).all() for batch in rest)
-    assert collector.next() is None
-
-
-def test_a_bound_on_staleness_that_is_set_later_holds(make):
-    untracked = make(Ones)
-    with pytest.raises(ValueError, match="max_staleness: expected integer versions"):
-        untracked.max_staleness = 1
-    assert untracked.max_staleness is None
-    options = {"total_frames": 24, "prefetch": 3, "track_policy_version": True}
-    collector = make(Ones, canary_policy(), **options)
-    collector.next()
-    collector._worker.batch(collector._batches.number, None)  # the next one is there
-    collector.max_staleness = 0
-    collector.update_policy_weights_(weights_of(2.0))
-    assert all(batch["low"].unique().tolist() == [2.0] for batch in collector)
-    assert collector.stale_frames >= 4
-
-
 def test_stale_batches_are_dropped_and_counted(make, caplog):
     collector = make(
         Ones,
@@ -238,14 +156,6 @@ def test_an_updaters_update_is_one_version(make, kind):
             updater(weights_of(n + 1.0))
         assert collector.policy_version == n + 1
     assert updater.collector is collector
-
-
-def test_a_module_without_weights_needs_no_channel(make):
-    policy = CountingEnvCountPolicy(CountingEnv().action_spec)
-    collector = make(policy=policy, prefetch=0, total_frames=8, track_policy_version=True)
-    for number, batch in enumerate(collector):
-        assert (batch["next", "policy_version"] == number).all()
-        collector.increment_version()
 
 
 def test_batches_are_the_callers_own(make):
@@ -303,111 +213,6 @@ def test_state_goes_into_another_collector(make, monkeypatch):
     assert min(batches[0]["collector", "traj_ids"].tolist()) > max(ids)
 
 
-def test_random_frames_come_first(make):
-    options = {"init_random_frames": 6, "total_frames": 12, "update_at_each_batch": True}
-    collector = make(seeded_vec_env, linear(), track_policy_version=True, **options)
-    assert collector.set_seed(0) == collector.set_seed(0)
-    versions = [batch["policy_version"].max().item() for batch in collector]
-    assert len(versions) == 3 and collector.policy_version == 5
-
-
-def test_it_is_torchrls_under_both_names(make):
-    assert issubclass(AsyncCollector, TorchrlAsyncCollector)
-    assert aSyncDataCollector is AsyncCollector
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"frames_per_batch": None}, TypeError, "frames_per_batch"),
-        ({"reset_when_done": False}, ValueError, "reset_when_done"),
-        ({"frames_per_batch": 0}, ValueError, "frames_per_batch: expected 1 or more frames, got 0"),
-        ({"frames_per_batch": -1}, ValueError, "frames_per_batch: .* got -1"),
-        ({"frames_per_batch": 2.5}, TypeError, "frames_per_batch: .* got 2.5"),
-        ({"frames_per_batch": "4"}, TypeError, "frames_per_batch: .* got '4'"),
-        ({"frames_per_batch": True}, TypeError, "frames_per_batch: .* got True"),
-        ({"total_frames": 0}, ValueError, "total_frames: .* got 0; -1 never ends"),
-        ({"total_frames": 2.5}, TypeError, "total_frames: .* got 2.5"),
-        ({"total_frames": "8"}, TypeError, "total_frames: .* got '8'"),
-        ({"max_frames_per_traj": -1}, ValueError, "max_frames_per_traj: .* got -1"),
-        ({"init_random_frames": "all"}, TypeError, "init_random_frames: .* got 'all'"),
-        ({"trajs_per_batch": 0}, ValueError, "trajs_per_batch: .* got 0"),
-        ({"trajs_per_write": 0.5}, TypeError, "trajs_per_write: .* got 0.5"),
-        ({"num_threads": -1}, ValueError, "num_threads: .* got -1"),
-        ({"num_sub_threads": None}, TypeError, "num_sub_threads: .* got None"),
-        ({"channel_mode": "move"}, ValueError, "channel_mode: .* got 'move'"),
-        ({"prefetch": -1}, ValueError, "prefetch"),
-        ({"prefetch": None}, TypeError, "prefetch: .* got None"),
-        ({"prefetch": 1.5}, TypeError, "prefetch: .* got 1.5"),
-        ({"timeout": -1}, ValueError, "timeout"),
-        ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
-        ({"timeout": "1"}, TypeError, "timeout: .* got str"),
-        ({"timeout": float("nan")}, ValueError, "timeout: .* got nan"),
-        (
-            {"max_staleness": 0.5, "track_policy_version": True},
-            TypeError,
-            "max_staleness: .* got 0.5",
-        ),
-        (
-            {"collector_class": LLMCollector, "dialog_turns_per_batch": 0},
-            ValueError,
-            "dialog_turns_per_batch: expected 1 or more turns, got 0",
-        ),
-        (
-            {"collector_class": LLMCollector, "total_dialog_turns": "8"},
-            TypeError,
-            "total_dialog_turns: .* got '8'",
-        ),
-        (
-            {"collector_class": LLMCollector, "dialog_turns_per_batch": 8},
-            TypeError,
-            "dialog_turns_per_batch: expected it or frames_per_batch, .* got 8 and 4",
-        ),
-        ({"max_staleness": -1, "track_policy_version": True}, ValueError, "max_staleness"),
-        ({"max_staleness": 1}, ValueError, "max_staleness"),
-        ({"channel": 1}, TypeError, "channel"),
-        ({"flatten_data": True}, TypeError, "flatten_data"),
-        ({"collector_class": TorchrlLLMCollector}, ValueError, "collector_class"),
-        ({"collector_class": LLMCollector, "split_trajs": True}, TypeError, "split_trajs"),
-        ({"collector_class": LLMCollector, "unknown": True}, TypeError, "unknown"),
-        ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
-        (
-            {"weight_sync_schemes": {"policy": SharedMemWeightSyncScheme()}},
-            ValueError,
-            "ChannelWeightSyncScheme",
-        ),
-        ({"track_policy_version": "yes"}, TypeError, "track_policy_version"),
-        (
-            {"collector_class": LLMCollector, "queue": queue.Queue(), "replay_buffer": object()},
-            RuntimeError,
-            "queue: expected a queue or a replay_buffer, got both",
-        ),
-        ({"create_env_kwargs": [{}, {}]}, ValueError, "create_env_kwargs"),
-    ],
-)
-def test_what_is_refused_before_a_process_is_started(make, options, error, message):
-    with pytest.raises(error, match=message):
-        make(**options)
-
-
-def test_shutdown_raises_what_closing_raises_unless_told_not_to(make, monkeypatch):
-    def stuck():
-        raise ValueError("stuck")
-
-    first, second = make(), make()
-    for collector in (first, second):
-        monkeypatch.setattr(collector._weights, "close", stuck)
-    with pytest.raises(ValueError, match="stuck"):
-        first.shutdown()
-    second.shutdown(raise_on_error=False)
-    assert first.closed and second.closed and not first.procs and not second.procs
-
-
-def test_totals_may_be_whole_floats_as_torchrls(make):
-    assert len(list(make(total_frames=8.0))) == 2
-    assert make(total_frames=float("inf")).total_frames == float("inf")
-
-
 def test_what_is_set_later_holds_from_the_next_batch(make):
     collector = make()
     batches = iter(collector)
@@ -416,16 +221,6 @@ def test_what_is_set_later_holds_from_the_next_batch(make):
     assert next(batches).shape == (1,)
     collector.postproc, collector.total_frames = None, 12
     assert [batch.shape for batch in batches] == [(4,)] and len(collector) == 3
-
-
-@pytest.mark.parametrize("own", ["storing_device", "env_device", "policy_device"])
-def test_device_stands_in_for_those_that_are_left_out(make, own):
-    """``cpu:0`` is the same place under a name of its own."""
-    collector = make(device="cpu", total_frames=4, **{own: "cpu:0"})
-    for name in ("storing_device", "env_device", "policy_device"):
-        expected = [torch.device("cpu:0" if name == own else "cpu")]
-        assert list(getattr(collector, name)) == expected == collector.get_distant_attr(name)
-    assert collector.next().shape == (4,)
 
 
 def test_start_and_shutdown_say_what_they_need(make):
@@ -440,3 +235,14 @@ def test_start_and_shutdown_say_what_they_need(make):
         collector.getattr_env("missing")
     assert "in getattr_env" in str(raised.value.__cause__)
     assert collector.next().shape == (4,)  # a refused call ends nothing
+
+
+def test_torchrls_profiler_runs_in_the_worker(make, tmp_path):
+    seen = []
+    collector = make(total_frames=16, post_collect_hook=seen.append)
+    trace = str(tmp_path / "trace {worker_idx}.json")
+    collector.enable_profile(save_path=trace, num_rollouts=2, warmup_rollouts=1)
+    assert len(list(collector)) == 4
+    assert "aten::" in (tmp_path / "trace 0.json").read_text()
+    collector.disable_profile()
+    assert collector.post_collect_hook == seen.append

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable
@@ -12,17 +11,14 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from async_workers import Deaf, Failing, Loading, Parent, Slow, SlowToTell, no_env
+from async_workers import Deaf, Failing, Loading, Parent, Slow
 from children import end_by_signals
-from counting_dialogs import Counting, policy
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import CountingEnv
 
-from fusedrl import LLMCollector
-
 from .ends import LONG_S, is_there, runs, until
 
-pytestmark = pytest.mark.usefixtures("forked")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 
 def at_once(*targets: Callable[[], Any]) -> list[Any]:
@@ -43,20 +39,6 @@ def at_once(*targets: Callable[[], Any]) -> list[Any]:
 
 def buffer() -> ReplayBuffer:
     return ReplayBuffer(storage=LazyTensorStorage(100))
-
-
-def test_big_calls_beside_a_thread_that_collects(make):
-    """Longer than what a pipe takes in one piece, in both directions."""
-    collector = make(Loading, replay_buffer=buffer())
-    collector.start()
-    data = b"x" * 300_000
-
-    def call() -> bool:
-        return all(collector.map_fn("env.load", [(data,)]) == [data] for _ in range(30))
-
-    assert at_once(call, call) == [True, True]
-    assert collector.is_running()
-    collector.async_shutdown()
 
 
 def test_threads_that_iterate_share_the_batches(make):
@@ -146,17 +128,6 @@ def test_what_ends_the_thread_is_logged_and_raised_by_the_next_call(make, caplog
     collector.async_shutdown()  # it is raised once
 
 
-def test_an_exception_of_the_block_is_not_hidden(make):
-    def block() -> None:
-        with make(replay_buffer=Full()) as collector:
-            collector.start()
-            collector._thread.join(LONG_S)
-            raise KeyError("own")
-
-    with pytest.raises(KeyError, match="own"):
-        block()
-
-
 def test_nobody_iterates_beside_the_thread(make):
     collector = make(Loading, replay_buffer=buffer())
     collector.start()
@@ -194,14 +165,6 @@ def test_shutdown_that_ctrl_c_breaks_off_can_be_called_again(make, tmp_path):
     assert not is_there(pid)
 
 
-def test_a_stopped_worker_can_be_shut_down(make, tmp_path):
-    collector = make(partial(Slow, str(tmp_path)))
-    pid = collector.procs[0].pid
-    os.kill(pid, signal.SIGSTOP)
-    collector.shutdown(timeout=LONG_S)
-    assert (tmp_path / "closed").exists() and not is_there(pid)
-
-
 def test_a_worker_that_is_alive_is_called_so(make, tmp_path):
     collector = make(partial(Slow, str(tmp_path)), timeout=0.2)
     with pytest.raises(TimeoutError, match="raise timeout"):
@@ -218,69 +181,6 @@ def test_a_killed_worker_whose_child_lives_on(make, tmp_path):
         collector.next()
     assert runs(child)
     os.kill(child, signal.SIGKILL)
-
-
-def test_half_a_message_of_a_killed_worker_is_not_waited_for(make, tmp_path):
-    """Its child, which lives on, holds its end of the connection open."""
-    collector = make(partial(Parent, str(tmp_path)), prefetch=0)
-    pid, child = map(int, (tmp_path / "pids").read_text().split())
-    with pytest.raises(RuntimeError, match="exit code -9"):
-        collector.map_fn("env.tell_half")
-    assert runs(child) and not runs(pid)
-    os.kill(child, signal.SIGKILL)
-
-
-def test_the_end_of_a_worker_that_tells_of_an_error(make, tmp_path, capfd):
-    """It prints no traceback of its own."""
-    collector = make(policy=Failing(SlowToTell, str(tmp_path)))
-    collector._worker.ask(0, 2)
-    until((tmp_path / "telling").exists)
-    collector.shutdown(timeout=LONG_S)
-    assert "Stop" not in capfd.readouterr().err
-
-
-class Unreadable:
-    """A message whose pickle cannot be read."""
-
-    def __reduce__(self) -> Any:
-        return pickle.loads, (b"no pickle",)
-
-
-def test_what_the_listener_cannot_read_is_the_end_of_the_worker(make):
-    collector = make(Loading)
-    pid = collector.procs[0].pid
-    collector._worker._outbox.put(Unreadable())
-    with pytest.raises(Exception, match=r"pickle|load key|opcode") as raised:
-        collector.reset()
-    assert "_listen" in str(raised.value.__cause__)
-    until(lambda: not runs(pid))
-
-
-def test_values_and_errors_of_a_class_that_nobody_can_import(make):
-    class Own(Exception):
-        pass
-
-    def fail() -> None:
-        raise Own("raised")
-
-    collector = make(Loading, prefetch=0)
-    (value,) = collector.map_fn("env.load", [(Own("sent"),)])
-    assert type(value) is Own and value.args == ("sent",)
-    collector.pre_collect_hook = fail
-    with pytest.raises(Own, match="raised"):
-        collector.next()
-
-
-def test_what_the_trainer_cannot_read_is_an_error_of_all_calls(make, monkeypatch):
-    collector = make(Loading)
-
-    def fail(*_: Any) -> None:
-        raise ValueError("torn")
-
-    monkeypatch.setattr(collector._worker, "_take", fail)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="messages that can be read, got ValueError: torn"):
-            collector.map_fn("env.load", [(1,)])
 
 
 def test_a_process_that_is_forked_from_the_trainer_has_no_collector(make):
@@ -308,31 +208,3 @@ def test_batches_that_nobody_would_get_are_not_made(make):
     collector = make(Loading, total_frames=12, prefetch=5)
     assert len(list(collector)) == 3
     assert collector.getattr_env("count") == 12
-
-
-def test_the_workers_end_is_told_once_for_each_batch(make):
-    """Iterating once more ends at once, whatever was asked for."""
-    dialogs = {"dialog_turns_per_batch": 4, "total_dialog_turns": 8, "frames_per_batch": None}
-    collector = make(Counting, policy, collector_class=LLMCollector, prefetch=2, **dialogs)
-    state = collector.state_dict()
-    for _ in range(2):
-        assert len(list(collector)) == 2
-        for _ in range(4):
-            collector._worker.ask(collector._batches.number, 2)
-            assert collector.next() is None
-        collector.load_state_dict(state)
-
-
-def test_use_buffers_are_the_workers(make):
-    assert make(Loading)._use_buffers is True
-    assert make(Loading, use_buffers=False)._use_buffers is False
-
-
-def test_no_thread_is_left(make):
-    with pytest.raises(ValueError, match="today"):
-        make(no_env)
-    collector = make(Loading)
-    collector.next()
-    collector.shutdown()
-    names = {thread.name for thread in threading.enumerate()}
-    assert not any(name.startswith("fusedrl-") for name in names)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-import time
 
 import pytest
 from async_workers import NoException, Odd, Unsendable, Unspeakable
 
-from fusedrl.collectors.process import process_tree
 from fusedrl.collectors.process.messages import Failure
-
-LONG_S = 200.0  # what a broken test waits
 
 
 @pytest.mark.parametrize(
@@ -38,24 +33,3 @@ def test_an_exception_arrives_whatever_it_is(error, kind, told):
     assert text.count("Traceback") == 1 and told in text and __name__.split(".")[-1] in text
     if kind is RuntimeError:
         assert told in str(arrived)
-
-
-def test_descendants_are_those_of_children_too():
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-
-    def child() -> None:
-        grandchild = context.Process(target=time.sleep, args=(LONG_S,))
-        grandchild.start()
-        theirs.send(grandchild.pid)
-        grandchild.join()
-
-    process = context.Process(target=child)
-    process.start()
-    grandchild = ours.recv()
-    assert {process.pid, grandchild} <= set(
-        process_tree.descendants(multiprocessing.current_process().pid)
-    )
-    assert process_tree.descendants(process.pid) == [grandchild]
-    process_tree.send(9, [process.pid, grandchild])
-    process.join()

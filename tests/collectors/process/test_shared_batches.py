@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from prepared import processes
-from shared_batch_workers import open_files, pack_on_request, ragged, unpack_and_add
+from shared_batch_workers import open_files, pack_on_request, ragged
 from tensordict import TensorDict, lazy_stack
 
 from fusedrl.collectors.process import shared_batches
@@ -100,16 +99,6 @@ def test_a_segment_is_in_use_while_anything_over_it_is(ends, keep):
     assert ends.segments.pack(ragged()).index == 0
 
 
-def test_batches_of_one_segment_after_the_other_are_right(ends):
-    for first in range(20):
-        got = ends.send(ragged(first=first))
-        assert tokens(got) == tokens(ragged(first=first))
-        del got
-        released = ends.mappings.released()
-        assert released == [0]
-        ends.segments.release(released)
-
-
 def test_a_segment_grows_with_its_batch(ends):
     kept = ends.send(ragged())
     for length in (1000, 1_000_000):
@@ -131,15 +120,6 @@ def test_the_memory_of_many_free_segments_is_given_back(ends):
     assert sum(size > 0 for size in blocks) == shared_batches.SPARE
     for _ in range(10):
         assert ends.send(big)["x"].eq(1).all()
-
-
-def test_a_free_segment_that_has_its_memory_is_used_first(ends):
-    batches = [ends.send(ragged()) for _ in range(2 * shared_batches.SPARE)]
-    last = len(batches) - 1
-    while batches:
-        del batches[0]
-    ends.segments.release(ends.mappings.released())
-    assert ends.segments.pack(ragged()).index == last
 
 
 @pytest.mark.parametrize("what", ["_new_segment", "_mapped"])
@@ -164,19 +144,6 @@ def test_batches_that_are_kept_survive_both_ends(ends):
     assert [tokens(b) for b in batches] == [tokens(ragged(first=n)) for n in range(5)]
 
 
-def test_one_tensors_changes_are_no_others(ends):
-    """In versions and gradients, as for tensors with memory of their own."""
-    got = ends.send([torch.ones(2), torch.ones(2), torch.ones(2)])
-    weight = torch.ones(2, requires_grad=True)
-    loss = (weight * got[0]).sum()
-    got[1].add_(1)
-    loss.backward()
-    assert weight.grad.tolist() == [1, 1]
-    got[1].mul_(weight)
-    assert got[1].requires_grad and not got[0].requires_grad and not got[2].requires_grad
-    got[2].requires_grad_().sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool])
 def test_a_pickle_or_a_copy_of_a_tensor_has_nothing_of_the_others(ends, dtype):
     got = ends.send(
@@ -198,28 +165,13 @@ def test_a_pickle_or_a_copy_of_a_tensor_has_nothing_of_the_others(ends, dtype):
     assert mapped_at(got["small"]) and got["scalar"].shape == () and got["scalar"] == 1
 
 
-def test_a_batch_without_tensors(ends):
-    assert ends.send(TensorDict(text="a"))["text"] == "a"
-    assert ends.mappings.released() == [0]
-
-
-def test_the_limit_of_open_files_is_raised(ends, monkeypatch):
-    limits = []
-    monkeypatch.setattr(shared_batches, "DESCRIPTORS_ASIDE", 10**6)
-    monkeypatch.setattr(shared_batches.resource, "getrlimit", lambda _: (100, 2000))
-    monkeypatch.setattr(shared_batches.resource, "setrlimit", lambda _, to: limits.append(to))
-    ends.send(ragged())
-    assert limits == [(2000, 2000)]
-
-
 class Worker:
     """A process that packs batches."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self) -> None:
         gc.collect()  # files of what other tests left are closed before these are counted
-        context = processes if method == "no fork" else mp.get_context(method)
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=pack_on_request, args=(theirs,))
+        self.connection, theirs = processes.Pipe()
+        self.process = processes.Process(target=pack_on_request, args=(theirs,))
         self.process.start()
         theirs.close()
         self.mappings = Mappings()
@@ -241,9 +193,9 @@ class Worker:
         assert self.process.exitcode == 0
 
 
-@pytest.fixture(params=["fork", "no fork"])
-def worker(request) -> Iterator[Worker]:
-    made = Worker(request.param)
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
     yield made
     if made.process.is_alive():
         made.process.kill()
@@ -251,10 +203,11 @@ def worker(request) -> Iterator[Worker]:
     made.connection.close()
 
 
-def test_nothing_is_left_of_a_thousand_batches(worker):
+@pytest.mark.heavy
+def test_nothing_is_left_of_many_batches(worker):
     worker.batch()
     before = open_files()
-    for n in range(1000):
+    for n in range(200):
         assert worker.batch(3, n)[2]["tokens"][0] == 100 * (n + 2)
     assert open_files() == before
     assert worker.descriptors[-1] == worker.descriptors[0]
@@ -266,6 +219,7 @@ def test_nothing_is_left_of_a_thousand_batches(worker):
     assert "fusedrl-batch" not in MAPS.read_text()
 
 
+@pytest.mark.heavy
 def test_batches_outlive_a_worker_that_is_killed(worker):
     batches = [worker.batch(4, n) for n in range(4)]
     lost = worker.shared()
@@ -284,16 +238,3 @@ def test_a_file_of_another_process_is_not_taken_for_a_segment(ends, tmp_path):
     with pytest.raises(RuntimeError, match="expected the process that packed it"):
         ends.mappings.unpack(shared)
     assert (tmp_path / "file").read_bytes() == b"theirs"
-
-
-def test_both_processes_see_one_memory():
-    segments, mappings = Segments(), Mappings()
-    connection, theirs = processes.Pipe()
-    process = processes.Process(target=unpack_and_add, args=(theirs,))
-    process.start()
-    shared = segments.pack(ragged())
-    connection.send(shared)
-    assert connection.poll(60) and connection.recv() == "row 0"
-    process.join()
-    assert mappings.unpack(shared)[0]["tokens"].tolist() == [1]
-    segments.close()

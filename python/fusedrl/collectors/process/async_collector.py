@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.util import Finalize
 from operator import methodcaller
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, ProfileConfig
 
-from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel import WeightHandle
 from fusedrl.collectors.batch_stream import Rest
-from fusedrl.collectors.options import arguments_of, check_state, of_part
+from fusedrl.collectors.options import Policy, check_state, of_part
 from fusedrl.collectors.policy_version import mark_padding, tracker_of
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
@@ -44,7 +44,7 @@ class AsyncCollector(_AsyncCollector):
     It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Batches lie in
     memory that the worker wrote and that nobody copies; a batch that you keep stays as it is.
     Weights reach the worker through a :class:`fusedrl.WeightChannel`: an update returns at once,
-    and every call of the policy computes with one whole version, the newest when it begins.
+    and each batch, or turn of dialogs, computes with the version that is newest when it begins.
 
     Args:
         create_env_fn: a function that makes the environment, in the worker.
@@ -130,8 +130,32 @@ class AsyncCollector(_AsyncCollector):
     num_workers = 1
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
 
-    @arguments_of(AsyncOptions)
-    def __init__(self, options: AsyncOptions) -> None:
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Policy | None = None,
+        *,
+        channel: WeightHandle | None = None,
+        channel_mode: Literal["alias", "copy"] = "alias",
+        max_staleness: int | None = None,
+        prefetch: int = 1,
+        timeout: float | None = None,
+        progress: bool = False,
+        verbose: bool = False,
+        **arguments: Any,
+    ) -> None:
+        options = AsyncOptions(
+            create_env_fn,
+            policy,
+            channel=channel,
+            channel_mode=channel_mode,
+            max_staleness=max_staleness,
+            prefetch=prefetch,
+            timeout=timeout,
+            progress=progress,
+            verbose=verbose,
+            **arguments,
+        )
         BaseCollector.__init__(
             self,
             pre_collect_hook=options.pre_collect_hook,
@@ -160,7 +184,6 @@ class AsyncCollector(_AsyncCollector):
         make = partial(make_collector, options.for_worker(), self._of_collector(options))
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
-        renew_in_children(self, _ending=threading.RLock)
         self._start_worker(make, options)
         self._batches = WorkerBatches(self._worker, self, options.max_staleness)
         self._thread = self._batches.background
@@ -282,7 +305,7 @@ class AsyncCollector(_AsyncCollector):
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Publish one version of the weights, without waiting for the worker.
 
-        With a ``channel`` it does nothing: the next call of the policy takes the newest version.
+        With a ``channel`` it does nothing: the next batch, or turn, takes the newest version.
 
         Raises:
             RuntimeError: weights are given beside a channel, or have no way to the policy.
@@ -299,7 +322,7 @@ class AsyncCollector(_AsyncCollector):
     def policy_version(self) -> Any:
         """The newest published version; ``None`` if versions are not tracked.
 
-        A frame has the version of the policy's call that made it.
+        A frame has the version of the weights that made it.
         """
         return self._weights.version
 
