@@ -8,6 +8,8 @@ import pytest
 import shared_losses
 from rank_pool import RankPool
 
+pytestmark = pytest.mark.heavy
+
 LOSSES: list[tuple[str, dict[str, Any]]] = [
     ("GRPOLoss", {}),
     ("GRPOLoss", {"aggregation": "prompt_mean"}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import logging
 
@@ -154,25 +153,17 @@ def test_another_actor_runs_as_in_torchrl(name, caplog):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_the_surface_is_torchrls(name):
-    ours, theirs = getattr(fusedrl, name), THEIRS[name]
-    assert issubclass(ours, theirs)
-    mine, reference = (inspect.signature(kind).parameters.values() for kind in (ours, theirs))
-    further = list(mine)[len(reference) :]
-    assert [(x.name, x.default) for x in mine][: len(reference)] == [
-        (x.name, x.default) for x in reference
-    ]
-    assert all(x.kind is x.KEYWORD_ONLY and x.default is not x.empty for x in further)
-    assert {"max_tokens_per_forward", "share_prefixes"} <= {x.name for x in further}
-    loss = ours(actor_of(model_of(), HISTORY), max_tokens_per_forward=50, share_prefixes=False)
+def test_our_arguments_and_a_copy(name):
+    kind = getattr(fusedrl, name)
+    loss = kind(actor_of(model_of(), HISTORY), max_tokens_per_forward=50, share_prefixes=False)
+    assert isinstance(loss, THEIRS[name])
     assert (loss.max_tokens_per_forward, loss.share_prefixes) == (50, False)
-    with pytest.raises(TypeError, match="share_prefix: expected a known argument"):
-        ours(loss.actor_network, share_prefix=False)
+    with pytest.raises(TypeError, match="share_prefix"):
+        kind(loss.actor_network, share_prefix=False)
     copied = copy.deepcopy(loss)
     copied.load_state_dict(loss.state_dict())
     data = data_of(name)
     assert torch.equal(*(next(iter(x(data).values())) for x in (loss, copied)))
-    assert type(loss.actor_network).__name__ == "TransformersWrapper"  # the scorer was another's
 
 
 @pytest.mark.parametrize("name", THEIRS)
