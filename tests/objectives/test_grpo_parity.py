@@ -125,14 +125,6 @@ def test_keys():
     assert_same(*(answer_of(loss, data.copy()) for loss in losses))
 
 
-def test_bounds_that_are_scheduled():
-    losses = losses_of("GRPOLoss", model_of(), STACK, masking_strategy="rlhf")
-    data = batch_of(STACK)
-    for loss in losses:
-        loss.clip_epsilon_low, loss.clip_epsilon_high = 0.01, 0.5
-    assert_same(*(answer_of(loss, data.copy()) for loss in losses))
-
-
 TERMS = [name for name in OUTPUTS if name.startswith("loss_")]
 
 
