@@ -9,7 +9,7 @@ from fusedrl.ops.cases import all_cases, cases_of
 
 SEQUENCES, LENGTH = 2, 4
 SMALL = {"classes": 5, "sequences": SEQUENCES, "length": LENGTH, "width": 3}
-_ALL = all_cases(**SMALL)
+EVERY = all_cases(**SMALL)
 # What differs in more than a formula.
 _TITLES = (
     *("mask shift entropy", "packed mask shift entropy", "mask shift softcap entropy"),
@@ -17,8 +17,8 @@ _TITLES = (
     *("reverse mask shift entropy", "jensen_shannon mask shift entropy"),
     *("forward mask shift softcap entropy", "jensen_shannon mask shift softcap entropy"),
 )
-EVERY = {name: case for name, case in _ALL.items() if name.split("V=5 ")[1] in _TITLES}
-FIRST = list({name.split(",")[0]: name for name in reversed(EVERY)}.values())  # of each op
+FEW = {name: case for name, case in EVERY.items() if name.split("V=5 ")[1] in _TITLES}
+FIRST = list({name.split(",")[0]: name for name in reversed(FEW)}.values())  # of each op
 assert len(FIRST) == len(OPS)
 
 
