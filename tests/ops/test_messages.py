@@ -158,6 +158,12 @@ WRONG_VALUES = [
     (SUPPORT, {"support": (TOKENS, torch.tensor([0, 2, 1, 3, 4]))}, "support"),
     (SUPPORT, {"support": (TOKENS + 2, torch.arange(T + 1))}, "support"),
     (SUPPORT, {"support": (TOKENS.flip(0), torch.arange(T + 1))}, "support"),
+    (SUPPORT, {"support": (TOKENS - 1, torch.arange(T + 1))}, "support"),
+    (
+        SUPPORT,
+        {"support": (torch.tensor([0, 0, 1, 2, 3]), torch.tensor([0, 2, 3, 4, 5]))},
+        "support",
+    ),
     (SUPPORT, {"support": (TOKENS.to("meta"), torch.arange(T + 1))}, "support"),
     (["linear_token_log_probs"], {"vocab_group": object()}, "vocab_offset, vocab_group"),
     (["linear_token_log_probs", *LOSS], {"vocab_offset": 0}, "vocab_offset, vocab_group"),
