@@ -188,6 +188,25 @@ def test_ratios_are_one_without_old_log_probs():
         torch.testing.assert_close(got, want)
 
 
+def test_statistics_of_the_ratios():
+    problem, mask = Problem(rows=40), torch.arange(40) % 4 != 1
+    found = problem.run(loss="grpo", clip=(0.2, 0.3), mask=mask)[0]
+    difference, advantages = (found.log_probs - problem.old)[mask], problem.advantages[mask]
+    ratio = difference.exp()
+    expected = {
+        "mean": ratio.mean(),
+        "smallest": ratio.min(),
+        "largest": ratio.max(),
+        "clipped_low": ((ratio < 0.8) & (advantages < 0)).float().mean(),
+        "clipped_high": ((ratio > 1.3) & (advantages > 0)).float().mean(),
+        "effective_sample_size": ratio.sum() ** 2 / ratio.square().sum() / len(ratio),
+        "kl": -difference.mean(),
+    }
+    assert expected["clipped_low"] > 0 and expected["clipped_high"] > 0
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(found.ratio, name), value, msg=name)
+
+
 def test_token_weights_scale_the_objective_alone():
     problem = Problem()
     factors = torch.rand(9)
