@@ -3,7 +3,6 @@
 #include <utility>
 #include <vector>
 
-#include "host/expect.h"
 #include "host/python_objects.h"
 
 namespace py = pybind11;
@@ -22,13 +21,8 @@ class Plain {
   // Those of samples that may be written to; None unless all are plain and not locked.
   py::object unlocked(const py::list& samples) const {
     Objects values = objects_of(samples);
-    for (const py::object& sample : values) expect_instance(sample.ptr());
     for (const py::object& sample : values) {
-      if (!is_exactly(sample, tensordict_)) return py::none();
-      expect_attributes(sample.ptr());
-    }
-    for (const py::object& sample : values) {
-      if (is_true(sample, locked_)) return py::none();
+      if (!is_exactly(sample, tensordict_) || is_true(sample, locked_)) return py::none();
     }
     enter_tensordicts(values);
     return list_of(values);
@@ -43,7 +37,6 @@ class Plain {
         if (!PyDict_Check(value.ptr())) return py::none();
         value = entry(value, path[depth]);
         if (!value) return py::none();
-        expect_instance(value.ptr());
       }
     }
     for (const py::object& value : values) {
@@ -70,13 +63,11 @@ class Plain {
 
   // From plain tensordicts, and what wraps one, to their dictionaries; false for something else.
   bool enter(Objects& values) const {
-    for (const py::object& value : values) expect_attributes(value.ptr());
     for (py::object& value : values) {
       if (is_exactly(value, tensordict_)) continue;
       if (!is_exactly(value, wrapper_)) return false;
       value = entry(checked(PyObject_GenericGetDict(value.ptr(), nullptr)), entries_);
       if (!value || !is_exactly(value, tensordict_)) return false;
-      expect_attributes(value.ptr());
     }
     enter_tensordicts(values);
     return true;
@@ -85,10 +76,6 @@ class Plain {
   void enter_tensordicts(Objects& values) const {
     for (py::object& value : values) {
       value = checked(PyObject_GetAttr(value.ptr(), entries_.ptr()));
-      expect_dict(value.ptr());
-    }
-    for (const py::object& value : values) {
-      if (PyDict_Check(value.ptr())) expect_entries(value.ptr());
     }
   }
 
@@ -104,7 +91,6 @@ py::object entries(const py::list& dicts, const py::object& key) {
     py::object value = entry(dicts[s], key);
     is_there |= static_cast<bool>(value);
     if (!value) value = py::none();
-    expect_instance(value.ptr());
     column[s] = std::move(value);
   }
   if (!is_there) return py::none();

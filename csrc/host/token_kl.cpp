@@ -7,7 +7,6 @@
 
 #include "common/token_kl_call.h"
 #include "host/dlpack.h"
-#include "host/expect.h"
 #include "host/python_objects.h"
 
 namespace py = pybind11;
@@ -17,8 +16,6 @@ namespace {
 
 using dlpack::Dtype;
 using dlpack::Tensor;
-
-constexpr Dtype kInt64{0, 64, 1}, kBool{6, 8, 1};
 
 bool equal(const Dtype& one, const Dtype& other) {
   return one.code == other.code && one.bits == other.bits && one.lanes == other.lanes;
@@ -58,46 +55,25 @@ bool is_contiguous(const Tensor& tensor) {
 
 void* address(const Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
-// Calls the kernels of token_kl with what their op in Python has checked: the coefficient, the
-// estimator's number, and whether NaN is missing. None comes back, and nothing is computed, unless
-// the columns fit each other and a kernel can read them where they lie.
+// Calls the kernels of token_kl on the samples of a batch, where each lies.
 class TokenKL {
  public:
-  TokenKL(py::object tensor, const py::capsule& functions, py::object empty_like, size_t kernel)
+  TokenKL(py::object tensor, const py::capsule& functions, size_t kernel)
       : tensor_(std::move(tensor)),
         functions_(functions.get_pointer<dlpack::ExchangeFunctions>()),
-        empty_like_(std::move(empty_like)),
         kernel_(reinterpret_cast<TokenKLFunction*>(kernel)) {}
 
-  // The KL, and the penalised reward or None.
-  py::object forward(const py::object& log_probs, const py::object& ref_log_probs,
-                     const py::object& mask, const py::object& offsets, const py::object& reward,
-                     double coeff, int64_t estimator, bool nan_missing) const {
-    auto call = call_over(log_probs, ref_log_probs, mask, reward, py::none());
-    if (!call || !(offsets.is_none() || partition(offsets, *call))) return py::none();
-    const py::object kl = made_like(log_probs, call->out);
-    const py::object penalised =
-        reward.is_none() ? py::none() : made_like(log_probs, call->penalised);
-    if (!kl || !penalised) return py::none();
-    run(*call, coeff, estimator, nan_missing);
-    return py::make_tuple(kl, penalised);
-  }
-
-  // The same of samples: both packed, and the lengths. Their log-probs are [T] and their rewards,
-  // unless they are None, [T, 1]. With `is_recorded`, none of them may require a gradient.
+  // The packed k1, to which a NaN is missing, the packed penalised reward or None, and the lengths.
+  // Log-probs are [T] and rewards, unless they are None, [T, 1]; the coefficient has been checked.
+  // None comes back, and nothing is computed, unless the samples fit each other, a kernel can read
+  // them where they lie and, with `is_recorded`, none of them requires a gradient.
   py::object forward_samples(const py::list& log_probs, const py::list& ref_log_probs,
-                             const py::object& reward, double coeff, int64_t estimator,
-                             bool nan_missing, bool is_recorded) const {
+                             const py::object& reward, double coeff, bool is_recorded) const {
     const size_t count = log_probs.size();
     const bool has_rewards = !reward.is_none();
     const py::list rewards = has_rewards ? py::list(reward) : py::list();
     if (count == 0 || ref_log_probs.size() != count || (has_rewards && rewards.size() != count)) {
       return py::none();
-    }
-    for (const py::list* column : {&log_probs, &ref_log_probs, &rewards}) {
-      for (const py::handle value : *column) {
-        if (is_exactly(value, tensor_)) expect_tensor(value.ptr());
-      }
     }
     std::vector<TokenKLCall> calls;
     py::list lengths(count);
@@ -105,7 +81,7 @@ class TokenKL {
     for (size_t s = 0; s < count; ++s) {
       const py::object p = log_probs[s], q = ref_log_probs[s];
       const py::object r = has_rewards ? py::object(rewards[s]) : py::none();
-      const auto call = call_over(p, q, py::none(), r, py::none(), true);
+      const auto call = call_over(p, q, r);
       if (!call || (s > 0 && call->dtype != calls[0].dtype)) return py::none();
       if (is_recorded &&
           (requires_grad(p) || requires_grad(q) || (has_rewards && requires_grad(r)))) {
@@ -124,65 +100,36 @@ class TokenKL {
     for (TokenKLCall& call : calls) {
       call.out = packed.out;
       call.penalised = packed.penalised;
-      run(call, coeff, estimator, nan_missing);
+      call.coeff = coeff;
+      run(call);
       packed.out = static_cast<char*>(packed.out) + call.tokens * size;
       if (has_rewards) packed.penalised = static_cast<char*>(packed.penalised) + call.tokens * size;
     }
     return py::make_tuple(kl, penalised, lengths);
   }
 
-  // The gradient of the log-probs, by those of the KL and of the penalised reward, either of which
-  // may be None.
-  py::object backward(const py::object& grad_kl, const py::object& grad_reward,
-                      const py::object& log_probs, const py::object& ref_log_probs,
-                      const py::object& mask, double coeff, int64_t estimator,
-                      bool nan_missing) const {
-    auto call = call_over(log_probs, ref_log_probs, mask, grad_reward, grad_kl);
-    if (!call) return py::none();
-    call->is_backward = true;
-    py::object grad = made_like(log_probs, call->out);
-    if (!grad) return py::none();
-    run(*call, coeff, estimator, nan_missing);
-    return grad;
-  }
-
  private:
+  // The KL of a sample, by the first of the estimators, k1.
   std::optional<TokenKLCall> call_over(const py::object& log_probs, const py::object& ref_log_probs,
-                                       const py::object& mask, const py::object& reward,
-                                       const py::object& grad_kl, bool of_sample = false) const {
-    const auto like = read(log_probs);
-    const auto dtype = like ? token_dtype(like->dtype) : std::nullopt;
-    if (!dtype || ref_log_probs.is_none() || (of_sample && like->ndim != 1)) return std::nullopt;
-    TokenKLCall call{};
-    call.log_probs = address(*like);
-    call.tokens = elements(*like);
-    call.dtype = *dtype;
-    const auto add = [&](const py::object& column, const Dtype& expected, const void*& memory,
-                         bool is_trailing_one = false) {
-      if (column.is_none()) return true;
-      const auto facts = read(column);
-      if (!facts || !equal(facts->dtype, expected)) return false;
-      if (facts->ndim != like->ndim + is_trailing_one) return false;
-      if (is_trailing_one && facts->shape[like->ndim] != 1) return false;
-      memory = address(*facts);
-      return std::equal(like->shape, like->shape + like->ndim, facts->shape);
+                                       const py::object& reward) const {
+    const auto policy = read(log_probs), reference = read(ref_log_probs);
+    if (!policy || !reference || !token_dtype(policy->dtype)) return std::nullopt;
+    const auto fits = [&](const Tensor& column, int32_t ndim) {
+      return equal(column.dtype, policy->dtype) && column.ndim == ndim &&
+             column.shape[0] == policy->shape[0];
     };
-    const bool fit =
-        add(ref_log_probs, like->dtype, call.ref_log_probs) && add(mask, kBool, call.mask) &&
-        add(reward, like->dtype, call.reward, of_sample) && add(grad_kl, like->dtype, call.grad_kl);
-    return fit ? std::optional(call) : std::nullopt;
-  }
-
-  // Whether offsets partition the tokens; not where there are as many sequences as tokens, as the
-  // op has to see which of them a reward is of.
-  bool partition(const py::object& offsets, const TokenKLCall& call) const {
-    const auto facts = read(offsets);
-    if (!facts || !equal(facts->dtype, kInt64) || facts->ndim != 1) return false;
-    const auto* bounds = static_cast<const int64_t*>(address(*facts));
-    const int64_t count = facts->shape[0];
-    if (count < 1 || count - 1 == call.tokens) return false;
-    return bounds[0] == 0 && bounds[count - 1] == call.tokens &&
-           std::is_sorted(bounds, bounds + count);
+    if (!fits(*policy, 1) || !fits(*reference, 1)) return std::nullopt;
+    TokenKLCall call{};
+    call.log_probs = address(*policy);
+    call.ref_log_probs = address(*reference);
+    call.tokens = policy->shape[0];
+    call.dtype = *token_dtype(policy->dtype);
+    call.nan_missing = true;
+    if (reward.is_none()) return call;
+    const auto before = read(reward);
+    if (!before || !fits(*before, 2) || before->shape[1] != 1) return std::nullopt;
+    call.reward = address(*before);
+    return call;
   }
 
   // Contiguous memory of the CPU; nothing for a tensor that is more than that: of another class,
@@ -216,19 +163,11 @@ class TokenKL {
     return made;
   }
 
-  py::object made_like(const py::object& tensor, void*& memory) const {
-    PyObject* const argument = tensor.ptr();
-    return plain(checked(PyObject_Vectorcall(empty_like_.ptr(), &argument, 1, nullptr)), memory);
-  }
-
   bool requires_grad(const py::object& tensor) const { return is_true(tensor, requires_grad_); }
 
   // Other threads of Python may run meanwhile, unless it ends sooner than they could start.
-  void run(TokenKLCall& call, double coeff, int64_t estimator, bool nan_missing) const {
+  void run(const TokenKLCall& call) const {
     constexpr int64_t kSoon = 8192;
-    call.coeff = coeff;
-    call.estimator = estimator;
-    call.nan_missing = nan_missing;
     std::optional<py::gil_scoped_release> released;
     if (call.tokens >= kSoon) released.emplace();
     kernel_(call);
@@ -236,7 +175,6 @@ class TokenKL {
 
   py::object tensor_;
   const dlpack::ExchangeFunctions* functions_;
-  py::object empty_like_;
   TokenKLFunction* kernel_;
   py::object is_neg_ = interned("is_neg"), requires_grad_ = interned("requires_grad");
 };
@@ -244,21 +182,12 @@ class TokenKL {
 }  // namespace
 
 void bind_token_kl(py::module_& m) {
-  py::class_<TokenKL>(m, "TokenKL", "token_kl of columns where they lie on the CPU.")
-      .def(py::init<py::object, const py::capsule&, py::object, size_t>(), py::arg("tensor"),
-           py::arg("functions"), py::arg("empty_like"), py::arg("kernel"))
-      .def("forward", &TokenKL::forward, py::arg("log_probs"), py::arg("ref_log_probs"),
-           py::arg("mask"), py::arg("offsets"), py::arg("reward"), py::arg("coeff"),
-           py::arg("estimator"), py::arg("nan_missing"),
-           "The KL, and the penalised reward or None; None where a kernel cannot read the columns.")
+  py::class_<TokenKL>(m, "TokenKL", "token_kl of samples where they lie on the CPU.")
+      .def(py::init<py::object, const py::capsule&, size_t>(), py::arg("tensor"),
+           py::arg("functions"), py::arg("kernel"))
       .def("forward_samples", &TokenKL::forward_samples, py::arg("log_probs"),
-           py::arg("ref_log_probs"), py::arg("reward"), py::arg("coeff"), py::arg("estimator"),
-           py::arg("nan_missing"), py::arg("is_recorded"),
-           "The packed KL and penalised reward of samples, and their lengths; None as above.")
-      .def("backward", &TokenKL::backward, py::arg("grad_kl"), py::arg("grad_reward"),
-           py::arg("log_probs"), py::arg("ref_log_probs"), py::arg("mask"), py::arg("coeff"),
-           py::arg("estimator"), py::arg("nan_missing"),
-           "The gradient of the log-probs; None where a kernel cannot read the columns.");
+           py::arg("ref_log_probs"), py::arg("reward"), py::arg("coeff"), py::arg("is_recorded"),
+           "The packed KL and penalised reward, and the lengths; None where no kernel can read.");
 }
 
 }  // namespace fusedrl

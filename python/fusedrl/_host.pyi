@@ -17,45 +17,15 @@ class Plain:
     def column(self, dicts: list[dict[str, Any]], path: tuple[Any, ...]) -> list[Any] | None: ...
 
 class TokenKL:
-    def __init__(
-        self,
-        tensor: type,
-        functions: object,
-        empty_like: Callable[..., Any],
-        kernel: int,
-    ) -> None: ...
-    def forward(
-        self,
-        log_probs: Any,
-        ref_log_probs: Any,
-        mask: Any,
-        offsets: Any,
-        reward: Any,
-        coeff: float,
-        estimator: int,
-        nan_missing: bool,
-    ) -> tuple[Any, Any] | None: ...
+    def __init__(self, tensor: type, functions: object, kernel: int) -> None: ...
     def forward_samples(
         self,
         log_probs: list[Any],
         ref_log_probs: list[Any],
         reward: list[Any] | None,
         coeff: float,
-        estimator: int,
-        nan_missing: bool,
         is_recorded: bool,
     ) -> tuple[Any, Any, list[int]] | None: ...
-    def backward(
-        self,
-        grad_kl: Any,
-        grad_reward: Any,
-        log_probs: Any,
-        ref_log_probs: Any,
-        mask: Any,
-        coeff: float,
-        estimator: int,
-        nan_missing: bool,
-    ) -> Any | None: ...
 
 def entries(dicts: list[dict[str, Any]], key: str) -> list[Any] | None: ...
 def put(dicts: list[dict[str, Any]], key: str, values: Sequence[Any]) -> None: ...

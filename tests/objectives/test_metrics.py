@@ -6,7 +6,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.objectives.llm.grpo import GRPOLossOutput
-from torchrl.record import CSVLogger
 
 from fusedrl import linear_policy_loss, loss_metrics
 
@@ -34,15 +33,6 @@ def test_the_output_of_a_torchrl_loss_and_a_tensordict_are_named_alike():
         "train/clip_fraction": 0.25,
         "train/kl_approx": 0.0,
     }
-
-
-def test_a_logger_of_torchrl_takes_them(tmp_path):
-    metrics = loss_metrics(linear_policy_loss(HIDDEN, WEIGHT, TOKENS, torch.ones(3)))
-    logger = CSVLogger("run", log_dir=str(tmp_path))
-    for name, value in metrics.items():
-        logger.log_scalar(name, value, step=3)
-    written = list(tmp_path.rglob("objective.csv"))
-    assert [path.read_text().strip() for path in written] == ["3,-1.0"]
 
 
 def test_what_is_no_loss_is_refused():

@@ -7,11 +7,8 @@ import math
 import pytest
 import torch
 from accuracy import no_worse
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 
-from fusedrl import ImportanceWeights, Mismatch, importance_weights, token_kl
+from fusedrl import Mismatch, importance_weights
 from fusedrl.ops.importance_weights import LEVELS, MODES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,24 +89,6 @@ def test_total_is_of_all_tokens_together():
     assert total.tokens.shape == () and total.tokens == mask.sum()
 
 
-def test_the_divergence_is_that_of_the_rollout_from_the_policy():
-    p, q, _, offsets = ragged([200])
-    mismatch = importance_weights(p, q, offsets=offsets).mismatch
-    for name in ("k1", "k3"):
-        kl = token_kl(q, p, estimator=name).kl
-        torch.testing.assert_close(getattr(mismatch, name)[0], kl.mean())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_equal_log_probs_have_weight_one_and_no_mismatch(level):
-    p = torch.randn(2, 9)
-    weights, mismatch = importance_weights(p, p.clone(), level=level)
-    assert torch.equal(weights, torch.ones(2, 9))
-    assert mismatch.ess.tolist() == [9.0, 9.0]
-    assert mismatch.k1.tolist() == mismatch.k3.tolist() == [0.0, 0.0]
-    assert not mismatch.k1.signbit().any()
-
-
 def test_bounds_are_part_of_what_is_kept():
     ratio = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
     p, q = ratio.log(), torch.zeros(5)
@@ -121,16 +100,6 @@ def test_bounds_are_part_of_what_is_kept():
     assert truncated.tolist() == [ratio[1], *ratio[1:4], ratio[3]]
     assert of_masked.clipped.tolist() == of_truncated.clipped.tolist() == [pytest.approx(0.4)]
     assert of_masked.max_ratio == of_truncated.max_ratio == ratio[4]
-
-
-@pytest.mark.parametrize(("level", "mode"), [(x, y) for x in LEVELS for y in MODES])
-def test_no_bounds_change_nothing(level, mode):
-    p, q, mask, offsets = ragged([40, 3])
-    options = {"level": level, "mode": mode}
-    none, mismatch = importance_weights(p, q, mask, offsets=offsets, low=None, high=None, **options)
-    wide = importance_weights(p, q, mask, offsets=offsets, low=0.0, high=1e30, **options).weights
-    assert torch.equal(none, wide)
-    assert not mismatch.clipped.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -251,15 +220,6 @@ def test_every_representation_says_what_packed_values_say(level, form):
         assert torch.equal(mine, other)
 
 
-def test_packed_values_of_one_sequence_need_no_offsets_at_the_level_of_tokens():
-    p, q, mask, offsets = ragged([7])
-    without = importance_weights(p, q, mask)
-    for mine, other in zip(
-        flat(without), flat(importance_weights(p, q, mask, offsets=offsets)), strict=True
-    ):
-        assert torch.equal(mine, other)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_depend_on_the_sequence_alone(level, dtype):
@@ -287,22 +247,6 @@ def test_bits_depend_on_the_sequence_alone(level, dtype):
             assert torch.equal(mine, batch[b : b + 1])
 
 
-def test_views_of_any_stride():
-    p, q, mask, _ = ragged([60])
-    wide = [x.repeat_interleave(2).view(6, 20)[:, ::2] for x in (p, q, mask)]
-    found = importance_weights(*wide, level="sequence")
-    expected = importance_weights(*(x.view(6, 10) for x in (p, q, mask)), level="sequence")
-    assert torch.equal(found.weights, expected.weights)
-
-
-def test_weights_are_constants():
-    p, q = (torch.randn(2, 5, requires_grad=True) for _ in range(2))
-    weights, mismatch = importance_weights(p, q, level="sequence")
-    assert not any(x.requires_grad for x in (weights, *mismatch))
-    (p * weights).sum().backward()
-    assert torch.equal(p.grad, weights) and q.grad is None
-
-
 def test_weights_are_constants_of_every_derivative():
     q = torch.randn(2, 5)
 
@@ -316,98 +260,3 @@ def test_weights_are_constants_of_every_derivative():
     torch.testing.assert_close(value, (weights * p).sum())
     torch.testing.assert_close(tangent, weights.sum())
     assert not torch.autograd.functional.hessian(loss, p).any()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("padded", [False, True])
-def test_one_graph_over_twenty_bounds(level, padded):
-    p, q, _, offsets = ragged([3, 0, 6])
-    if padded:
-        p, q, offsets = p.view(3, 3), q.view(3, 3), None
-    p.requires_grad_()
-
-    def loss(p, high):
-        options = {"offsets": offsets, "level": level, "low": 0.1, "high": high}
-        weights, mismatch = importance_weights(p, q, **options)
-        return (weights * p).sum(), mismatch.total().ess, mismatch.k3
-
-    torch._dynamo.reset()
-    graphs = CompileCounter()
-    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
-    for high in torch.linspace(1.0, 3.0, 20).unbind():
-        torch.testing.assert_close(compiled(p, high), loss(p, float(high)))
-    assert graphs.frame_count == 1
-
-
-def test_weights_are_constants_of_a_compiled_graph():
-    p, q, _, offsets = ragged([3, 0, 6])
-
-    def weights_of(p):
-        return importance_weights(p * 2, q, offsets=offsets, level="sequence").weights
-
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda p: (weights_of(p) * p).sum(), backend="aot_eager", fullgraph=True
-    )
-    leaf = p.clone().requires_grad_()
-    compiled(leaf).backward()
-    torch.testing.assert_close(leaf.grad, weights_of(p))
-
-
-def test_dtypes_promote_as_torch_promotes():
-    p, q, _, _ = ragged([7])
-    mixed = importance_weights(p.bfloat16(), q).weights
-    assert mixed.dtype == torch.float32
-    assert torch.equal(mixed, importance_weights(p.bfloat16().float(), q).weights)
-    assert importance_weights(p, q.double()).weights.dtype == torch.float64
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
-    level=st.sampled_from(LEVELS),
-    mode=st.sampled_from(MODES),
-    low=st.sampled_from([0.0, 0.5, 0.99]),
-    high=st.sampled_from([1.0, 1.5, 1e6]),
-    gap=st.sampled_from([0.0, 1e-4, 0.3]),
-    seed=st.integers(0, 2**16),
-)
-def test_random_ragged_batches(lengths, level, mode, low, high, gap, seed):
-    torch.manual_seed(seed)
-    p, q, mask, offsets = ragged(lengths, torch.float64, gap)
-    bounds = {"level": level, "mode": mode, "low": low, "high": high}
-    weights, mismatch = importance_weights(p, q, mask, offsets=offsets, **bounds)
-    expected, statistics = textbook(p, q, mask, offsets, **bounds)
-    torch.testing.assert_close(weights, expected)
-    for name in statistics[0]:
-        of_name = torch.tensor([x[name] for x in statistics], dtype=torch.float64)
-        torch.testing.assert_close(getattr(mismatch, name).double(), of_name)
-
-
-def test_the_result_unpacks_by_name():
-    result = importance_weights(torch.zeros(2, 3), torch.zeros(2, 3))
-    assert isinstance(result, ImportanceWeights) and isinstance(result.mismatch, Mismatch)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"level": "batch"}, ValueError, "level: expected one of token, sequence, geometric"),
-        ({"mode": "clip"}, ValueError, "mode: expected one of truncate, mask"),
-        ({"level": "sequence"}, ValueError, "offsets: expected the sequence boundaries"),
-        ({"low": 3.0}, ValueError, "low: expected at most high=2"),
-        ({"high": "2"}, TypeError, "high: expected a real number"),
-        ({"rollout_log_probs": torch.zeros(2)}, ValueError, r"rollout_log_probs: expected shape"),
-        (
-            {"rollout_log_probs": torch.zeros(3).long()},
-            TypeError,
-            "rollout_log_probs: expected a f",
-        ),
-        ({"mask": torch.ones(3)}, TypeError, "mask: expected torch.bool"),
-        ({"offsets": torch.tensor([0, 4])}, ValueError, "offsets: expected non-decreasing"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, error, message):
-    given = {"log_probs": torch.zeros(3), "rollout_log_probs": torch.zeros(3)}
-    with pytest.raises(error, match=message):
-        importance_weights(**given | change)

@@ -14,7 +14,6 @@ from torch.nn import functional
 from fusedrl import (
     importance_weights,
     linear_policy_loss,
-    linear_token_log_probs,
     token_kl,
 )
 from fusedrl.ops.linear_policy_loss.losses import RECIPES
@@ -178,142 +177,6 @@ def test_aggregations_and_ratios(aggregation, normalizer, ratio):
     check(Problem(), offsets=OFFSETS, shift=True, clip=(0.1, 0.4), dual_clip=1.6, **options)
 
 
-@pytest.mark.parametrize("shape", [(9,), (3, 3)], ids=["packed", "padded"])
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_layouts(shape, shift, masked, loss):
-    problem = Problem(width=16)
-    problem.head[0] = problem.head[0].view(*shape, 16)
-    for name in ("tokens", "old", "ref", "advantages"):
-        setattr(problem, name, getattr(problem, name).view(shape))
-    options = {
-        "mask": torch.rand(shape) < 0.6 if masked else None,
-        "offsets": OFFSETS if len(shape) == 1 else None,
-        "shift": shift,
-    }
-    check(problem, loss=loss, entropy_coeff=0.1, kl_coeff=0.1, **options)
-
-
-def test_sequences_take_one_advantage_each():
-    problem = Problem()
-    whole = problem.advantages = torch.tensor([1.0, 5.0, -2.0, 0.5])
-    of_sequences, grads = problem.run(offsets=OFFSETS)
-    problem.advantages = whole[torch.tensor([0, 0, 0, 2, 3, 3, 3, 3, 3])]
-    of_tokens, other_grads = problem.run(offsets=OFFSETS)
-    assert torch.equal(of_sequences.loss, of_tokens.loss)
-    assert all(map(torch.equal, grads, other_grads))
-
-
-def random_lengths(seed, tokens, sequences):
-    bounds = torch.randint(tokens + 1, (sequences - 1,), generator=torch.manual_seed(seed))
-    return torch.tensor([0, *bounds.sort()[0].tolist(), tokens]).diff()
-
-
-def sum_of_losses(problem, offsets, advantages):
-    return linear_policy_loss(
-        *(*problem.head[:2], problem.tokens, advantages, None), offsets=offsets,
-        loss="reinforce", aggregation="constant", normalizer=1.0,
-    ).loss  # fmt: skip
-
-
-def penalised(problem, offsets, reward):
-    return token_kl(problem.old, problem.ref, offsets=offsets, reward=reward).reward
-
-
-def as_many_tokens_as_sequences(seeds):
-    """Whose advantages and rewards these are never depends on how many there are."""
-    for seed in seeds:
-        sequences = 1 + seed % 4
-        problem = Problem(rows=max(1, sequences - 1 + seed // 4 % 3), classes=11, seed=seed)
-        tokens = len(problem.tokens)
-        lengths = random_lengths(seed, tokens, sequences)
-        offsets = functional.pad(lengths.cumsum(0), (1, 0))
-        log_probs = linear_token_log_probs(*problem.head[:2], problem.tokens).log_probs
-        ambiguous = tokens == sequences and bool((lengths != 1).any())
-        of_sequences, of_tokens = torch.randn(sequences), torch.randn(tokens)
-        spread = of_sequences.repeat_interleave(lengths)
-        for column, plain, truth in (
-            (of_sequences[:, None], of_sequences, spread),
-            (of_tokens[None], of_tokens, of_tokens),
-        ):
-            loss, reward = -(log_probs * truth).sum(), truth - (problem.old - problem.ref)
-            for op, expected in ((sum_of_losses, loss), (penalised, reward)):
-                torch.testing.assert_close(op(problem, offsets, column), expected)
-                if ambiguous:
-                    with pytest.raises(ValueError, match=r": expected \[B, 1\] or \[1, N\] where"):
-                        op(problem, offsets, plain)
-                else:
-                    torch.testing.assert_close(op(problem, offsets, plain), expected)
-
-
-def test_as_many_tokens_as_sequences():
-    as_many_tokens_as_sequences(range(24))
-
-
-@pytest.mark.slow
-def test_as_many_tokens_as_sequences_at_length():
-    as_many_tokens_as_sequences(range(24, 1500))
-
-
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
-@pytest.mark.parametrize("of_tokens", [False, True])
-def test_nested_batches_equal_packed_ones(layout, of_tokens):
-    problem, lengths = Problem(), OFFSETS.diff().tolist()
-    mask = torch.arange(9) % 4 != 1
-    advantages = problem.advantages if of_tokens else problem.advantages[:4]
-
-    def nested(x):
-        return torch.nested.as_nested_tensor(list(x.split(lengths)), layout=layout)
-
-    results = []
-    for batch, options in ((lambda x: x, {"offsets": OFFSETS}), (nested, {})):
-        leaves = [x.clone().requires_grad_() for x in problem.head]
-        results.append(
-            linear_policy_loss(
-                *(batch(leaves[0]), leaves[1], batch(problem.tokens)),
-                batch(advantages) if of_tokens else advantages,
-                batch(mask), bias=leaves[2], shift=True,
-                old_log_probs=batch(problem.old), ref_log_probs=batch(problem.ref), kl_coeff=0.1,
-                entropy=True, **options,
-            )
-        )  # fmt: skip
-        results[-1].loss.backward()
-        results.append([x.grad for x in leaves])
-    packed, grads, ragged, other_grads = results
-    assert torch.equal(packed.loss, ragged.loss)
-    for name in ("log_probs", "entropies"):
-        parts = torch.cat(list(getattr(ragged, name).unbind()))
-        assert torch.equal(parts, getattr(packed, name))
-    assert all(map(torch.equal, grads, other_grads))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_nothing_of_a_dropped_token_is_read(loss):
-    problem = Problem()
-    mask = torch.tensor([True, True, False, True, False, False, True, True, True])
-    options = {"offsets": OFFSETS, "loss": loss, "kl_coeff": 0.1, "entropy_coeff": 0.1}
-    clean, grads = problem.run(mask=mask, **options)
-    problem.head[0][~mask] = torch.nan
-    for name in ("old", "ref", "advantages"):
-        getattr(problem, name)[~mask] = torch.nan
-    problem.tokens[~mask] = -100
-    spoilt, other_grads = problem.run(mask=mask, **options)
-    assert torch.equal(clean.loss, spoilt.loss)
-    assert all(map(torch.equal, clean.ratio, spoilt.ratio))
-    assert all(map(torch.equal, grads, other_grads))
-    assert not grads[0][~mask].any()
-
-
-@pytest.mark.parametrize("impl", ["cpu", "reference"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_no_token_is_kept(loss, impl):
-    result, grads = Problem().run(mask=torch.zeros(9, dtype=torch.bool), loss=loss, impl=impl)
-    assert result.loss == 0
-    assert not any(grad.any() for grad in grads)
-    assert not any(x.item() for x in result.ratio)
-
-
 def test_ratios_are_one_without_old_log_probs():
     """The gradient is that of REINFORCE, and no ratio is clipped."""
     problem = Problem()
@@ -323,6 +186,25 @@ def test_ratios_are_one_without_old_log_probs():
     torch.testing.assert_close(on_policy.loss, -problem.advantages.mean())
     for got, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_statistics_of_the_ratios():
+    problem, mask = Problem(rows=40), torch.arange(40) % 4 != 1
+    found = problem.run(loss="grpo", clip=(0.2, 0.3), mask=mask)[0]
+    difference, advantages = (found.log_probs - problem.old)[mask], problem.advantages[mask]
+    ratio = difference.exp()
+    expected = {
+        "mean": ratio.mean(),
+        "smallest": ratio.min(),
+        "largest": ratio.max(),
+        "clipped_low": ((ratio < 0.8) & (advantages < 0)).float().mean(),
+        "clipped_high": ((ratio > 1.3) & (advantages > 0)).float().mean(),
+        "effective_sample_size": ratio.sum() ** 2 / ratio.square().sum() / len(ratio),
+        "kl": -difference.mean(),
+    }
+    assert expected["clipped_low"] > 0 and expected["clipped_high"] > 0
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(found.ratio, name), value, msg=name)
 
 
 def test_token_weights_scale_the_objective_alone():
@@ -373,49 +255,6 @@ def test_small_gradients_survive_float16():
         )
 
 
-def test_frozen_and_tied_weights():
-    """What requires no grad gets none; a weight used twice gets the sum of both."""
-    problem = Problem()
-    hidden, weight, _ = problem.head
-    hidden = hidden.clone().requires_grad_()
-    args = (problem.tokens, problem.advantages)
-    linear_policy_loss(hidden, weight, *args).loss.backward()
-    assert hidden.grad.any() and weight.grad is None
-    tied = weight.clone().requires_grad_()
-    linear_policy_loss(tied[:9] * 2, tied, *args).loss.backward()
-    parts = [(weight[:9] * 2).requires_grad_(), weight.clone().requires_grad_()]
-    linear_policy_loss(*parts, *args).loss.backward()
-    expected = parts[1].grad.clone()
-    expected[:9] += parts[0].grad * 2
-    torch.testing.assert_close(tied.grad, expected)
-
-
-def test_without_a_gradient_nothing_is_recorded():
-    problem = Problem()
-    result = linear_policy_loss(*problem.head[:2], problem.tokens, problem.advantages)
-    assert not result.loss.requires_grad
-
-
-def test_autocast_computes_in_its_dtype():
-    problem = Problem()
-    args = (problem.tokens, problem.advantages)
-    with torch.autocast("cpu", torch.bfloat16):
-        result = linear_policy_loss(*problem.head[:2], *args)
-    half = linear_policy_loss(*(x.bfloat16() for x in problem.head[:2]), *args)
-    assert torch.equal(result.loss, half.loss)
-
-
-def test_backward_twice():
-    problem = Problem()
-    leaves = [x.clone().requires_grad_() for x in problem.head[:2]]
-    result = linear_policy_loss(*leaves, problem.tokens, problem.advantages)
-    result.loss.backward(retain_graph=True)
-    once = [x.grad.clone() for x in leaves]
-    (result.loss * 2).backward()
-    for leaf, first in zip(leaves, once, strict=True):
-        torch.testing.assert_close(leaf.grad, 3 * first)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(LOSSES),
@@ -429,3 +268,25 @@ def test_random_batches(loss, lengths, seed, shift):
     mask = torch.rand(sum(lengths)) < 0.7
     assume(sum(lengths) not in (0, len(lengths)))  # one dimension that may mean either is refused
     check(problem, offsets=offsets, shift=shift, loss=loss, kl_coeff=0.1, mask=mask)
+
+
+def test_as_many_tokens_as_sequences():
+    """Whose advantages and rewards these are never depends on how many there are."""
+    problem, offsets = Problem(rows=3), torch.tensor([0, 0, 2, 3])
+    values, spread = torch.tensor([9.0, 1.0, 2.0]), torch.tensor([1.0, 1.0, 2.0])
+
+    def loss(advantages):
+        problem.advantages = advantages
+        return problem.run(offsets=offsets, loss="reinforce")[0].loss
+
+    def reward(column):
+        return token_kl(problem.old, problem.old, offsets=offsets, reward=column).reward
+
+    assert torch.equal(loss(values[:, None]), loss(spread[None]))
+    assert torch.equal(reward(values[:, None]), spread)
+    assert torch.equal(reward(spread[None]), spread)
+    for op in (loss, reward):
+        with pytest.raises(ValueError, match=r": expected \[B, 1\] or \[1, N\] where"):
+            op(values)
+    offsets = torch.arange(4)  # a token each: both are the same
+    assert torch.equal(loss(values), loss(values[None]))

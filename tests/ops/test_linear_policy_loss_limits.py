@@ -63,20 +63,6 @@ def test_one_infinite_term_leaves_the_others_as_they_are(loss, impl):
     torch.testing.assert_close(result.objective, plain.objective)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_without_gradients(loss, mode):
-    problem = Problem()
-    args = [x.clone().requires_grad_() for x in problem.head[:2]]
-    args += [problem.tokens, problem.advantages]
-    options = {"loss": loss, "old_log_probs": problem.old, "offsets": OFFSETS, "normalizer": 7.0}
-    expected = linear_policy_loss(*args, **options)
-    with mode():
-        result = linear_policy_loss(*args, **options)
-    assert not result.loss.requires_grad
-    torch.testing.assert_close(result.loss, expected.loss)
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_rollout_of_inference_mode_is_trained_on(loss):
     problem = Problem()

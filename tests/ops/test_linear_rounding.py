@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import threading
 from functools import partial
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from fusedrl import (
     _host,
@@ -224,26 +222,6 @@ def test_a_row_among_others_of_other_kinds():
         assert torch.equal(gradient(slice(i, i + 1)), whole[i : i + 1]), i
 
 
-@pytest.mark.parametrize("width", [WIDTH, 700])
-def test_any_number_of_threads(width):
-    """Each takes some of the hidden states' columns, in rows that are rounded for it."""
-    hidden, weight, tokens, upstream = rows_of_all_kinds()
-    hidden, weight = (x.repeat(1, -(-width // WIDTH))[:, :width] for x in (hidden, weight))
-    hidden, weight = (x.clone().contiguous() for x in (hidden / (width / WIDTH), weight))
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            out = linear_token_log_probs(*leaves, tokens).log_probs
-            found.append(torch.autograd.grad(out, leaves, upstream))
-    finally:
-        torch.set_num_threads(threads)
-    for other in found[1:]:
-        for got, want in zip(other, found[0], strict=True):
-            assert torch.equal(got, want)
-
-
 def test_classes_without_probability_keep_gradients_of_zero():
     """What their neighbours lose in rounding does not meet their weights, whatever these are."""
     hidden, weight = (x.bfloat16() for x in random_head(0.3))
@@ -325,65 +303,7 @@ def test_medium_precision_rounds_gradients_of_logits(loss, medium):
         assert error(coarse, exact) < 2 * once
 
 
-@LOSSES
-@pytest.mark.parametrize("size", [1e2, 1e3, 1e5])
-def test_weights_of_classes_without_probability_do_not_matter(loss, size):
-    """Nothing is lost but by rounding once, which is the least that a bfloat16 gradient loses."""
-
-    def head():
-        hidden, weight = large_rare_ones(size)
-        usual = torch.arange(ROWS * 4) * 131 % CLASSES
-        weight[usual] = random_head(0.2)[1][usual]
-        return hidden, weight
-
-    found, truth = gradients(loss, head=head)[0], gradients(loss, torch.float64, head)[0]
-    known = truth.norm(dim=1) > 0
-    errors, once = (row_errors(x, truth)[known] for x in (found, truth.bfloat16()))
-    assert (errors < 1.05 * once + 1e-4).all()
-
-
-def test_medium_precision_is_no_worse_than_plain_torch(medium):
-    def plain(hidden, weight):
-        tokens = torch.arange(len(hidden)) * 131 % len(weight)
-        values = plain_log_probs(hidden, weight, tokens)
-        return (values * torch.linspace(-2, 1, len(hidden))).sum()
-
-    truth = gradients(log_probs, torch.float64)
-    rounded, theirs = medium(gradients, log_probs), medium(gradients, plain)
-    for ours, other, exact in zip(rounded, theirs, truth, strict=True):
-        assert error(ours, exact) < error(other, exact)
-
-
-def test_gradients_below_the_smallest_normal_number(medium):
-    def tiny(hidden, weight):
-        return log_probs(hidden, weight) * 1e-42
-
-    for found in (gradients(tiny), medium(gradients, tiny)):
-        assert all(grad.isfinite().all() for grad in found)
-
-
-def test_high_precision_rounds_nothing():
-    before = gradients(log_probs)
-    torch.set_float32_matmul_precision("high")
-    try:
-        high = gradients(log_probs)
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert not differ(high, before)
-
-
-def test_the_setting_of_the_cpu_alone(medium):
-    """It makes torch.get_float32_matmul_precision raise, as it has no name for a mixture."""
-    rounded, matmul = medium(gradients, log_probs), torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
-    try:
-        matmul.fp32_precision = "bf16"
-        found = gradients(log_probs)
-    finally:
-        matmul.fp32_precision = before
-    assert not differ(found, rounded)
-
-
+@pytest.mark.heavy
 @LOSSES
 def test_a_compiled_graph_follows_the_setting(loss, medium):
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
@@ -391,30 +311,3 @@ def test_a_compiled_graph_follows_the_setting(loss, medium):
     assert not differ(gradients(compiled), fine)
     assert not differ(medium(gradients, compiled), coarse)
     assert not differ(gradients(compiled), fine)
-
-
-def test_a_compiled_backward_pass_reads_the_setting_itself(medium):
-    compiled = torch.compile(log_probs, backend="aot_eager", fullgraph=True)
-    torch.manual_seed(0)
-    leaves = [x.bfloat16().requires_grad_() for x in random_head(2.0)]
-    value = compiled(*leaves)
-    found = medium(torch.autograd.grad, value, leaves)
-    assert not differ(found, medium(gradients, log_probs))
-
-
-def test_checkpoints_and_other_threads(medium):
-    def in_a_thread():
-        torch.manual_seed(0)
-        leaves = [x.bfloat16().requires_grad_() for x in random_head(2.0)]
-        value = checkpoint(log_probs, *leaves, use_reentrant=False)
-        thread = threading.Thread(target=value.backward)
-        thread.start()
-        thread.join()
-        return [leaf.grad for leaf in leaves]
-
-    assert not differ(in_a_thread(), gradients(log_probs))
-    assert not differ(medium(in_a_thread), medium(gradients, log_probs))
-
-
-def test_opcheck():
-    torch.library.opcheck(torch.ops.fusedrl.rounds_grads.default, (torch.randn(3),))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from unittest import mock
 
 import pytest
 import torch
-from programs import python
 
 from fusedrl import linear_exact_kl, linear_token_log_probs
 from fusedrl.ops import _stored
@@ -97,33 +95,3 @@ def test_all_of_them_or_none(name):
     need = 4 * count * ROWS * FLOATS
     assert outcome(OPS[name], heads, {}, need)[-1] == count * ROWS * FLOATS
     assert outcome(OPS[name], heads, {}, need - 1)[-1] == 0
-
-
-PRODUCTS = """
-import torch
-from fusedrl import linear_exact_kl
-from fusedrl.ops import _stored
-
-_stored.MOST_BYTES = {stored_bytes}
-hidden = torch.randn(30, 24, requires_grad={needs_grad})
-weight, ref_weight = torch.randn(2, 1024, 24).unbind()
-with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
-    out = linear_exact_kl(hidden, weight, hidden.detach(), ref_weight, direction="{direction}")
-    if {needs_grad}:
-        out.kl.sum().backward()
-"""
-
-
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="MKL tells what it multiplies")
-@pytest.mark.parametrize(
-    ("direction", "needs_grad", "stored", "again"),
-    [("reverse", True, 3, 5), ("jensen_shannon", True, 3, 7), ("jensen_shannon", False, 2, 4)],
-)
-def test_how_often_two_heads_are_multiplied(direction, needs_grad, stored, again):
-    for most_bytes, products in ((1 << 24, stored), (0, again)):
-        done = python(
-            "-c",
-            PRODUCTS.format(stored_bytes=most_bytes, direction=direction, needs_grad=needs_grad),
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert len(re.findall(r"SGEMM\(", done.stdout)) == products

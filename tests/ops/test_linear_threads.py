@@ -62,6 +62,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(path, leaves):
         assert all(map(torch.equal, outcome(path, leaves, threads), one)), threads
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("path", [log_probs, divergence, loss])
 def test_calls_from_several_threads(path, leaves):
     want, got = outcome(path, leaves, 2), {}

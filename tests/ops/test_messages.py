@@ -43,9 +43,8 @@ WITH_TOKENS = [name for name in GOOD if "tokens" in GOOD[name]]
 WITH_TEACHER = ["top_k_kl", "linear_top_k_kl"]
 WITH_DIRECTION = ["exact_kl", "linear_exact_kl", *WITH_TEACHER]
 LOSS, WEIGHTS, SUPPORT = ["linear_policy_loss"], ["importance_weights"], ["support_log_probs"]
-WHOLE = {"offsets": torch.tensor([0, T])}
-NO_FACTORS = (0.0, 0, -1.0, float("nan"), float("inf"), 1e31, 1e-31, "30", 1j, [30.0])
-NO_BETAS = (-0.1, 1.1, 1e-31, float("nan"), float("inf"), "0.5", 1j)
+NO_FACTORS = (0, float("nan"), 1e31, 1e-31, "30", 1j)
+NO_BETAS = (-0.1, 1e-31, float("nan"), "0.5")
 JS = {"direction": "jensen_shannon"}
 SHORT, LIST = VALUES[:3], [VALUES]
 
@@ -68,7 +67,7 @@ def options_of_another_type():
         flags = [name for name in known if isinstance(known[name].default, bool)]
         assert set(flags) <= set(FLAGS), "a flag that nothing checks"
         for impl in ({"impl": "auto"}, {"impl": "reference"}) if op in OPS else ({},):
-            for name, value in itertools.product(flags, ("no", 0.01, 1, None, torch.tensor(True))):
+            for name, value in itertools.product(flags, ("no", 1, None)):
                 yield [op], {name: value} | impl, name
             for name in filter(known.__contains__, NUMBERS):
                 yield [op], {name: True} | impl, name
@@ -82,46 +81,29 @@ WRONG_TYPES = [
     (OF_ROWS, {"temperature": "hot"}, "temperature"),
     (OF_LOGITS, {"logits": ROWS.long()}, "logits"),
     (OF_LOGITS, {"logits": None}, "logits"),
-    (OF_LOGITS, {"logits": {"logits": ROWS}}, "logits"),
     (OF_LOGITS, {"logits": ROWS.to_sparse()}, "logits"),
     (OF_HIDDEN, {"hidden": HEAD["hidden"].long()}, "hidden"),
     (OF_HIDDEN, {"weight": torch.nn.Linear(H, V)}, "weight"),
-    (OF_HIDDEN, {"weight": torch.nn.Tanh()}, "weight"),
     (WITH_TOKENS, {"tokens": VALUES}, "tokens"),
     (WITH_TOKENS, {"tokens": nested(1, 3).long()}, "tokens"),
     (["exact_kl"], {"ref_logits": None}, "ref_logits"),
     (["exact_kl"], {"logits": nested(1, 3, width=(V,))}, "ref_logits"),
-    (WITH_TEACHER, {"ids": torch.zeros(T, K)}, "ids"),
     (WITH_TEACHER, {"ids": None}, "ids"),
     (WITH_TEACHER, {"ids": IDS > 0}, "ids"),
-    (WITH_TEACHER, {"ids": nested(1, 3, width=(V,))}, "ids"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER.long()}, "teacher_log_probs"),
-    (WITH_TEACHER, {"teacher_log_probs": 1.0}, "teacher_log_probs"),
     (["top_k_kl"], {"logits": nested(1, 3, width=(V,))}, "ids"),
     (["linear_top_k_kl"], {"hidden": nested(1, 3, width=(H,))}, "ids"),
     (WEIGHTS, {"log_probs": LIST}, "log_probs"),
-    (WEIGHTS, {"log_probs": 1.0}, "log_probs"),
-    (WEIGHTS, {"rollout_log_probs": LIST}, "rollout_log_probs"),
     (WEIGHTS, {"rollout_log_probs": VALUES.long()}, "rollout_log_probs"),
     (WEIGHTS, {"high": "2"}, "high"),
     (SUPPORT, {"support": None}, "support"),
-    (SUPPORT, {"support": TOKENS}, "support"),
-    (SUPPORT, {"support": (TOKENS, None)}, "support"),
     (SUPPORT, {"support": (VALUES, torch.arange(T + 1))}, "support"),
     (LOSS, {"importance": "token"}, "importance"),
-    (LOSS, {"importance": {"levels": "token"}}, "importance"),
     (LOSS, {"vocab_offset": 0, "vocab_group": "tensor"}, "vocab_group"),
     (OF_VALUES, {"log_probs": nested(1, 3)}, "ref_log_probs|rollout_log_probs"),
     (OF_VALUES, {"log_probs": VALUES.long()}, "log_probs"),
-    (OF_LOGITS, {"logits": [[0.0]]}, "logits"),
-    (OF_HIDDEN, {"hidden": [[0.0]]}, "hidden"),
     (OF_HIDDEN, {"hidden": HEAD["hidden"].to_sparse()}, "hidden"),
-    (OF_HIDDEN, {"hidden": HEAD["hidden"].long(), "weight": WEIGHT.long()}, "hidden"),
-    (OF_HIDDEN, {"weight": [1.0]}, "weight"),
-    (OF_HIDDEN, {"weight": None}, "weight"),
     (OF_HIDDEN, {"bias": 1.0}, "bias"),
-    (WITH_TOKENS, {"tokens": [0, 1]}, "tokens"),
-    (["exact_kl"], {"ref_logits": nested(1, 3, width=(V,))}, "ref_logits"),
 ]
 WRONG_VALUES = [
     (list(GOOD), {"mask": SHORT > 0}, "mask"),
@@ -161,7 +143,6 @@ WRONG_VALUES = [
     ),
     (WITH_TEACHER, {"tail": "none"}, "tail"),
     (WITH_TEACHER, {"ids": IDS[:3]}, "ids"),
-    (WITH_TEACHER, {"ids": IDS[:, 0]}, "ids"),
     (WITH_TEACHER, {"ids": IDS[:, :0]}, "ids"),
     (WITH_TEACHER, {"ids": IDS.to("meta")}, "ids"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER[:, :1]}, "teacher_log_probs"),
@@ -172,23 +153,17 @@ WRONG_VALUES = [
     (WEIGHTS, {"rollout_log_probs": SHORT}, "rollout_log_probs"),
     (WEIGHTS, {"low": -1.0}, "low"),
     (WEIGHTS, {"low": 3.0}, "low"),
-    (WEIGHTS, {"low": torch.tensor(3.0)}, "low"),
-    (WEIGHTS, {"high": float("nan")}, "high"),
-    (WEIGHTS, {"high": torch.ones(2)}, "high"),
-    *(
-        (WEIGHTS, dict.fromkeys(GOOD["importance_weights"], values) | WHOLE, name)
-        for values, name in (
-            (torch.zeros(2, 2), "offsets"),
-            (nested(1, 3), "offsets"),
-            (torch.zeros(1, 1, 1), "log_probs"),
-            (torch.tensor(0.0), "log_probs"),
-        )
-    ),
     (WEIGHTS, {"log_probs": nested(1, 3), "rollout_log_probs": nested(2, 2)}, "rollout_log_probs"),
     (SUPPORT, {"support": (TOKENS, TOKENS)}, "support"),
     (SUPPORT, {"support": (TOKENS, torch.tensor([0, 2, 1, 3, 4]))}, "support"),
     (SUPPORT, {"support": (TOKENS + 2, torch.arange(T + 1))}, "support"),
     (SUPPORT, {"support": (TOKENS.flip(0), torch.arange(T + 1))}, "support"),
+    (SUPPORT, {"support": (TOKENS - 1, torch.arange(T + 1))}, "support"),
+    (
+        SUPPORT,
+        {"support": (torch.tensor([0, 0, 1, 2, 3]), torch.tensor([0, 2, 3, 4, 5]))},
+        "support",
+    ),
     (SUPPORT, {"support": (TOKENS.to("meta"), torch.arange(T + 1))}, "support"),
     (["linear_token_log_probs"], {"vocab_group": object()}, "vocab_offset, vocab_group"),
     (["linear_token_log_probs", *LOSS], {"vocab_offset": 0}, "vocab_offset, vocab_group"),
@@ -199,16 +174,11 @@ WRONG_VALUES = [
     (LOSS, {"kl_estimator": "k4"}, "kl_estimator"),
     (LOSS, {"clip": (0.1, 0.2, 0.3)}, "clip"),
     (LOSS, {"clip": (2.0, 0.2)}, "clip"),
-    (LOSS, {"clip": "0.2"}, "clip"),
     (LOSS, {"dual_clip": 1.1}, "dual_clip"),
-    (LOSS, {"dual_clip": "3"}, "dual_clip"),
     (LOSS, {"dual_clip": 3.0, "loss": "cispo"}, "dual_clip"),
-    (LOSS, {"dual_clip": 3.0, "loss": "reinforce"}, "dual_clip"),
     (LOSS, {"kl_coeff": 0.1}, "ref_log_probs"),
     (LOSS, {"kl_coeff": 1e300, "ref_log_probs": VALUES}, "kl_coeff"),
     (LOSS, {"entropy_coeff": -1e300}, "entropy_coeff"),
-    (LOSS, {"kl_coeff": float("nan")}, "kl_coeff"),
-    (LOSS, {"entropy_coeff": "0.1"}, "entropy_coeff"),
     (LOSS, {"loss": "dr_grpo"}, "normalizer"),
     (LOSS, {"normalizer": 0.0}, "normalizer"),
     (LOSS, {"importance": {"level": "token"}}, "rollout_log_probs"),
@@ -226,38 +196,17 @@ WRONG_VALUES = [
     (["token_kl"], {"reward": SHORT}, "reward"),
     (["token_kl"], {"reward": SHORT, "offsets": torch.tensor([0, 1, 4])}, "reward"),
     (["token_kl"], {"log_probs": ROWS, "ref_log_probs": ROWS, "offsets": TOKENS}, "offsets"),
-    (OF_VALUES, {"nan": "zero"}, "nan"),
-    (list(GOOD), {"offsets": torch.tensor([0, 5, 4])}, "offsets"),
-    (["exact_kl"], {"impl": "triton"}, "impl"),
     (OF_ROWS, {"temperature": torch.tensor(-1.0)}, "temperature"),
     (OF_ROWS, {"temperature": torch.ones((), requires_grad=True)}, "temperature"),
     (["token_log_probs"], {"logits": ROWS.double(), "impl": "cpu"}, "impl"),
-    (OF_HIDDEN, {"hidden": torch.zeros(1, 1, T, H)}, "hidden"),
-    (OF_HIDDEN, {"hidden": torch.tensor(0.0)}, "weight|hidden"),
-    (OF_HIDDEN, {"hidden": torch.zeros(T, 0), "weight": torch.zeros(V, 0)}, "hidden"),
-    (OF_HIDDEN, {"weight": WEIGHT[0]}, "weight"),
-    (OF_HIDDEN, {"weight": WEIGHT[None]}, "weight"),
     (OF_HIDDEN, {"weight": WEIGHT[:0]}, "weight"),
-    (OF_HIDDEN, {"weight": torch.zeros(V, H + 1)}, "weight"),
-    (OF_HIDDEN, {"weight": WEIGHT.double()}, "weight"),
     (OF_HIDDEN, {"weight": WEIGHT.to("meta")}, "weight"),
-    (OF_HIDDEN, {"bias": torch.zeros(V - 1)}, "bias"),
-    (OF_HIDDEN, {"bias": torch.zeros(V, 1)}, "bias"),
     (OF_HIDDEN, {"bias": torch.zeros(V).half()}, "bias"),
     (OF_HIDDEN, {"bias": torch.zeros(V, device="meta")}, "bias"),
     *((OF_HIDDEN, {name: value}, name) for name in ("scale", "softcap") for value in NO_FACTORS),
     (WITH_TOKENS, {"tokens": TOKENS.to("meta")}, "tokens"),
     (WITH_DIRECTION, {"direction": "forward", "beta": 0.5}, "beta"),
     *((WITH_DIRECTION, JS | {"beta": value}, "beta") for value in NO_BETAS),
-    (["exact_kl"], {"ref_logits": torch.zeros(T, V + 1)}, "ref_logits"),
-    (["exact_kl"], {"ref_logits": ROWS.to("meta")}, "ref_logits"),
-    (["exact_kl"], dict.fromkeys(GOOD["exact_kl"], torch.zeros(2, 2, V)) | WHOLE, "offsets"),
-    (["exact_kl"], dict.fromkeys(GOOD["exact_kl"], nested(1, 3, width=(V,))) | WHOLE, "offsets"),
-    (
-        ["exact_kl"],
-        {"logits": nested(1, 3, width=(V,)), "ref_logits": nested(2, 2, width=(V,))},
-        "ref_logits",
-    ),
 ]
 WRONG_CONTENTS = [
     ([name for name in WITH_TOKENS if name in OPS], {"tokens": TOKENS + 2, "impl": impl}, "tokens")
@@ -268,31 +217,12 @@ WRONG_CONTENTS += [
     (WITH_TEACHER, {"ids": torch.zeros(T, K).long()}, "ids"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER + 2}, "teacher_log_probs"),
 ]
-NESTED = [
-    ("token_log_probs", {"logits": nested(1, 3, width=(V,)), "tokens": nested(2, 2).long()}),
-    ("token_log_probs", {"logits": nested(1, 3), "tokens": nested(1, 3).long()}),
-    (
-        "token_log_probs",
-        {
-            "logits": nested(1, 3, width=(V,)),
-            "tokens": nested(1, 3).long(),
-            "offsets": torch.tensor([0, 1, 4]),
-        },
-    ),
-    ("token_kl", {"log_probs": nested(1, 3), "ref_log_probs": nested(1, 3), "reward": VALUES}),
-]
 REFUSALS = [
     *((*entry, (TypeError, ValueError)) for entry in options_of_another_type()),
     *((*entry, TypeError) for entry in WRONG_TYPES),
     *((*entry, ValueError) for entry in WRONG_VALUES),
     *((*entry, RuntimeError) for entry in WRONG_CONTENTS),
 ]
-CASES = [
-    pytest.param(op, change, name, error, id=f"{op}-{i}-{name}")
-    for i, (ops, change, name, error) in enumerate(REFUSALS)
-    for op in ops
-]
-CASES += [(op, change, r"\w+(: sample \d)?", (TypeError, ValueError)) for op, change in NESTED]
 
 
 def has_all_parts(said, name=r"\w+"):
@@ -301,21 +231,20 @@ def has_all_parts(said, name=r"\w+"):
     assert len(said) <= 240, said
 
 
-@pytest.mark.parametrize(("op", "change", "name", "error"), CASES)
-def test_a_refusal_has_all_parts(op, change, name, error):
-    with pytest.raises(error) as refusal:
-        getattr(fusedrl, op)(**GOOD[op] | change)
-    has_all_parts(str(refusal.value), name)
+@pytest.mark.parametrize("op", GOOD)
+def test_a_refusal_has_all_parts(op):
+    refusals = [entry[1:] for entry in REFUSALS if op in entry[0]]
+    assert len(refusals) > 20
+    for change, name, error in refusals:
+        with pytest.raises(error) as refusal:
+            getattr(fusedrl, op)(**GOOD[op] | change)
+        has_all_parts(str(refusal.value), name)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"statistics": torch.zeros(3, 4)},
-        {"entropy": True},
-        {"temperature": torch.tensor(2.0)},
-    ],
-)
+PARTS = [{"statistics": torch.zeros(3, 4)}, {"entropy": True}, {"temperature": torch.tensor(2.0)}]
+
+
+@pytest.mark.parametrize("change", PARTS)
 def test_parts_that_do_not_fit(change):
     good = {"statistics": torch.zeros(2, 4), "temperature": torch.tensor(1.0), "entropy": False}
     for parts in ([VocabPart(**good), VocabPart(**good | change)], []):
@@ -329,9 +258,10 @@ def test_parts_that_do_not_fit(change):
     ("shape", "place"),
     [((6,), "token 4"), ((2, 3), "row 1, column 1"), ((1, 6), "row 0, column 4")],
 )
-def test_a_class_that_does_not_exist_is_named_by_its_place(impl, shape, place):
+@pytest.mark.parametrize("token", [V, -1])
+def test_a_class_that_does_not_exist_is_named_by_its_place(impl, shape, place, token):
     tokens = torch.zeros(shape, dtype=torch.int64)
-    tokens.view(-1)[4] = V
+    tokens.view(-1)[4] = token
     hidden, logits = torch.zeros(*shape, H), torch.zeros(*shape, V)
     calls = [
         lambda: fusedrl.token_log_probs(logits, tokens, impl=impl),
@@ -339,5 +269,5 @@ def test_a_class_that_does_not_exist_is_named_by_its_place(impl, shape, place):
         lambda: fusedrl.linear_policy_loss(hidden, WEIGHT, tokens, torch.zeros(shape), impl=impl),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match=f"got {V} at {place}; "):
+        with pytest.raises(RuntimeError, match=f"got {token} at {place}; "):
             call()

@@ -117,41 +117,6 @@ def test_log_probs_and_gradients_of_the_definition(dtype):
         torch.testing.assert_close(mine.double(), truth.double(), rtol=max(1e-4, atol), atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("ids", "starts", "error", "message"),
-    [
-        ([1, 2], [0, 2], ValueError, r"expected 3 offsets .* from 0 to 2, .* with \[0, 2\]"),
-        ([1, 2], [0, 3, 2], ValueError, "expected 3 offsets"),
-        ([1, 2], [1, 1, 2], ValueError, "expected 3 offsets"),
-        ([1, 2], [0, 1, 1], ValueError, "expected 3 offsets"),
-        ([1, 2], [], TypeError, "expected integer ids"),
-        ([2, 1], [0, 1, 2], ValueError, "expected every kept token among its own ids, got token 0"),
-        ([-1, 1, 2], [0, 2, 3], ValueError, r"expected ids in \[0, 9\) .* got -1 of token 0"),
-        ([1, 2, 9], [0, 1, 3], ValueError, r"expected ids in \[0, 9\) .* got 9 of token 1"),
-        ([1, 1, 2], [0, 2, 3], ValueError, "expected ids in .* that ascend .*, got 1 of token 0"),
-        ([4, 1, 2], [0, 2, 3], ValueError, "expected ids in .* that ascend .*, got 1 of token 0"),
-        ([1.0, 2.0], [0, 1, 2], TypeError, "expected integer ids"),
-        ([[1, 2]], [0, 1, 2], TypeError, "expected integer ids"),
-    ],
-)
-def test_a_support_that_does_not_fit_is_refused(ids, starts, error, message):
-    hidden, weight, tokens = torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2])
-    support = torch.tensor(ids), torch.tensor(starts)
-    with pytest.raises(error, match=f"^support: {message}"):
-        support_log_probs(hidden, weight, tokens, support)
-
-
-def test_what_fits_no_token_is_refused():
-    rows = torch.randn(2, 4), torch.randn(9, 4), torch.tensor([1, 2])
-    support = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
-    with pytest.raises(TypeError, match="support: expected ids and offsets, got NoneType; pass"):
-        support_log_probs(*rows, None)
-    with pytest.raises(ValueError, match="temperature: expected a number"):
-        support_log_probs(*rows, support, temperature=0.0)
-    with pytest.raises(TypeError, match="shift: expected True or False"):
-        support_log_probs(*rows, support, shift=1)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_a_support_of_any_integers(dtype):
     """As an index, uint8 would be a mask."""

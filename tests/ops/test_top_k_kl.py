@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from fusedrl import exact_kl, linear_top_k_kl, top_k_kl
 from fusedrl.ops.exact_kl import DIRECTIONS
@@ -107,20 +106,6 @@ def test_from_hidden_states(dtype, shape, options):
         torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1, 2), (0, 2)], ids=str)
-def test_only_what_requires_grad_gets_one(frozen):
-    head, _, ids, teacher = sample((9,), 300, 6)
-
-    def loss(hidden, weight, bias):
-        return linear_top_k_kl(hidden, weight, ids, teacher, bias=bias)
-
-    everything = gradients(loss, head, torch.ones(9))
-    leaves = [x.clone().requires_grad_(i not in frozen) for i, x in enumerate(head)]
-    loss(*leaves).sum().backward()
-    for i, (leaf, grad) in enumerate(zip(leaves, everything, strict=True)):
-        assert leaf.grad is None if i in frozen else torch.equal(leaf.grad, grad)
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("tail", TAILS)
 def test_all_classes_known_is_the_exact_kl(direction, tail):
@@ -131,13 +116,6 @@ def test_all_classes_known_is_the_exact_kl(direction, tail):
         exact_kl(logits, ref_logits, direction=direction).kl,
         **{"rtol": 1e-5, "atol": 1e-6},
     )
-
-
-def test_the_ends_of_beta_are_the_kls():
-    _, logits, ids, teacher = sample((7,), 300, 12)
-    for beta, direction in ((0, "forward"), (1, "reverse")):
-        mixed = top_k_kl(logits, ids, teacher, direction="jensen_shannon", beta=beta)
-        assert torch.equal(mixed, top_k_kl(logits, ids, teacher, direction=direction))
 
 
 def test_shifts_masks_and_forms_say_the_same():
@@ -162,27 +140,6 @@ def test_shifts_masks_and_forms_say_the_same():
         assert (values[~mask] == 0).all()
 
 
-def test_gradients_of_dropped_rows_are_zero():
-    _, logits, ids, teacher = sample((6,), 50, 4)
-    mask = torch.tensor([True, False] * 3)
-    logits[1] = float("nan")
-    (grad,) = gradients(lambda x: top_k_kl(x, ids, teacher, mask), [logits], torch.ones(6))
-    assert (grad[~mask] == 0).all()
-    assert grad[mask].abs().sum(-1).min() > 0
-
-
-def test_an_entry_without_an_id_is_not_read():
-    _, logits, ids, teacher = sample((4,), 60, 5)
-    gap = torch.full((4, 1), -1), torch.tensor([[float("nan")], [5.0], [-INF], [INF]])
-    padded = (
-        torch.cat((ids[:, :2], gap[0], ids[:, 2:]), -1),
-        torch.cat((teacher[:, :2], gap[1], teacher[:, 2:]), -1),
-    )
-    torch.testing.assert_close(top_k_kl(logits, *padded), top_k_kl(logits, ids, teacher))
-    nothing = torch.full((4, 2), -1), torch.zeros(4, 2)
-    torch.testing.assert_close(top_k_kl(logits, *nothing), torch.zeros(4), rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("tail", TAILS)
 def test_a_token_without_ids_is_not_read(tail):
     """It has divergence 0, and a NaN of its row reaches no gradient."""
@@ -200,16 +157,10 @@ def test_a_token_without_ids_is_not_read(tail):
 @pytest.mark.parametrize("tail", TAILS)
 def test_second_derivatives_in_float64(tail):
     (hidden, weight, _), _, ids, teacher = sample((3,), 7, 3, torch.float64)
-    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    leaves = [x[:, :3].clone().requires_grad_() for x in (hidden, weight)]
     assert torch.autograd.gradgradcheck(
         lambda *head: linear_top_k_kl(*head, ids, teacher, tail=tail), leaves
     )
-
-
-def test_logits_without_those_of_the_last_token():
-    _, logits, ids, teacher = sample((2, 5), 50, 3)
-    wanted = top_k_kl(logits[:, :-1].contiguous(), ids[:, :-1], teacher[:, :-1])
-    assert torch.equal(top_k_kl(logits[:, :-1], ids[:, :-1], teacher[:, :-1]), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8])
@@ -247,38 +198,6 @@ def test_nothing_to_do(shape, shift):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_one_graph_over_twenty_temperatures(direction):
-    _, logits, ids, teacher = sample((2, 5), 60, 4)
-    mask, graphs = torch.rand(2, 5) < 0.7, CompileCounter()
-
-    def loss(logits, temperature):
-        options = {"direction": direction, "shift": True, "temperature": temperature}
-        return top_k_kl(logits, ids, teacher, mask, **options).sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, backend=graphs, fullgraph=True)
-    for temperature in torch.linspace(0.5, 2.0, 20).unbind():
-        torch.testing.assert_close(compiled(logits, temperature), loss(logits, float(temperature)))
-    assert graphs.frame_count == 1
-
-
-@pytest.mark.parametrize("op", [top_k_kl, linear_top_k_kl])
-def test_gradients_of_a_compiled_graph(op):
-    """Of a head, whose kept ids are counted, the graph breaks there."""
-    (hidden, weight, _), logits, ids, teacher = sample((2, 5), 60, 4)
-    rows = [logits] if op is top_k_kl else [hidden, weight]
-
-    def loss(*rows):
-        return op(*rows, ids, teacher, shift=True)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=op is top_k_kl)
-    upstream = torch.randn(2, 5)
-    found, expected = (gradients(path, rows, upstream) for path in (compiled, loss))
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_banned_classes(direction):
     """Where some of the ids or all others have a logit of -inf, or the teacher has none."""
     _, logits, ids, teacher = sample((4,), 5000, 8)
@@ -299,39 +218,3 @@ def test_banned_classes(direction):
     )
     assert grad[finite].isfinite().all()
     assert (grad[logits == -INF] == 0).all()
-
-
-def test_rows_without_a_softmax_are_nan():
-    _, logits, ids, teacher = sample((4,), 5000, 8)
-    logits[0], logits[1, 4000], logits[2, ids[2, 3]] = -INF, float("nan"), float("nan")
-    logits[3, ids[3, 0]] = INF
-    for direction in DIRECTIONS:
-        assert top_k_kl(logits, ids, teacher, direction=direction).isnan().all()
-
-
-IDS, TEACHER = torch.tensor([[0, 1]]).expand(4, 2), torch.full((4, 2), -2.0)
-LOGITS = {"logits": torch.zeros(4, 5)}
-HEAD = {"hidden": torch.zeros(4, 3), "weight": torch.zeros(5, 3)}
-
-
-@pytest.mark.parametrize(("op", "rows"), [(top_k_kl, LOGITS), (linear_top_k_kl, HEAD)])
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"ids": IDS.clone().fill_diagonal_(5)}, RuntimeError, "ids: .* below 5, got 5 at token 0"),
-        ({"ids": torch.ones_like(IDS)}, RuntimeError, "ids: .* at most once a token, got 1 at tok"),
-        ({"teacher_log_probs": torch.zeros(4, 2)}, RuntimeError, "teacher_log_probs: .* at most 1"),
-        ({"ids": IDS.float()}, TypeError, "ids: expected an integer dtype"),
-        ({"ids": IDS[:2]}, ValueError, "ids: expected shape"),
-        ({"teacher_log_probs": TEACHER[:, :1]}, ValueError, "teacher_log_probs: expected shape"),
-        ({"direction": "up"}, ValueError, "direction: expected one of"),
-        ({"beta": 0.5}, ValueError, "beta: expected none"),
-        ({"tail": "drop"}, ValueError, "tail: expected one of"),
-        ({"shift": 1}, TypeError, "shift: expected True or False"),
-    ],
-)
-def test_what_does_not_fit_is_refused(op, rows, change, error, message):
-    given = {"ids": IDS, "teacher_log_probs": TEACHER}
-    assert op(**rows | given).shape == (4,)
-    with pytest.raises(error, match=message):
-        op(**rows | given | change)

@@ -37,6 +37,7 @@ def python(*args: str | Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.heavy
 def test_importing_the_op_does_not_import_triton():
     python(
         "-c", "import sys, fusedrl.ops.linear_token_log_probs; assert 'triton' not in sys.modules"
@@ -44,9 +45,16 @@ def test_importing_the_op_does_not_import_triton():
 
 
 @needs_triton
-def test_values_in_the_interpreter():
-    out = python(ROOT / "triton_interpreter/run.py", TRITON_INTERPRET="1")
-    assert out.count("passed") == 12
+@pytest.mark.parametrize(
+    ("checks", "passed"),
+    [
+        pytest.param(["public_function"], 1, marks=pytest.mark.heavy, id="forward_and_gradients"),
+        pytest.param([], 12, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_values_in_the_interpreter(checks, passed):
+    out = python(ROOT / "triton_interpreter/run.py", *checks, TRITON_INTERPRET="1")
+    assert out.count("passed") == passed
 
 
 class Compiler(NamedTuple):
@@ -98,34 +106,13 @@ def compiler_for(monkeypatch, tmp_path):
     return make
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_one_compilation_for_all_lengths(compiler_for):
     compiler = compiler_for(90)
-    rows = [
-        1,
-        2,
-        3,
-        8,
-        15,
-        16,
-        17,
-        31,
-        32,
-        64,
-        127,
-        128,
-        129,
-        255,
-        256,
-        1000,
-        1024,
-        4095,
-        4096,
-        9999,
-    ]
-    classes = [1, 2, 5, 16, 17, 32, 127, 128, 129, 255, 256, 257, 1000, 1024, 4096, 32000, 32768]
+    rows = [1, 2, 3, 8, 15, 16, 17, 31, 32, 64, 127, 128, 129, 1000, 1024, 4095, 4096, 9999]
+    classes = [1, 2, 5, 16, 17, 32, 127, 128, 129, 256, 257, 1000, 1024, 32000, 32768]
     classes += [50257, 129920, 151936]
-    assert len({*rows}) == len({*classes}) == 20
     for m, v in [*((m, 129) for m in rows), *((129, v) for v in classes)]:
         compiler.compile(m, v, 64, torch.bfloat16)
     for depth in (128, 192, 2048):
@@ -142,7 +129,7 @@ CASES = [
     pytest.param(torch.float16, 1008, ALL, id="float16-part_of_a_step"),
     pytest.param(torch.float32, 1000, ALL, id="float32-all"),
 ]
-# Less of the same code, on one architecture if not slow.
+# Less of the same code.
 LESS = [
     pytest.param(torch.bfloat16, 1024, {}, id="bfloat16"),
     pytest.param(torch.bfloat16, 1024, {"entropy": True}, id="bfloat16-entropy"),
@@ -153,29 +140,28 @@ TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05.mma",
 
 
 def on_every_architecture():
-    """The first case on all of them, the others on one if not slow."""
+    """The first case on one of them if not slow."""
     for case, capability in itertools.product(CASES, (80, 90, 100)):
-        quick = case is CASES[0] or capability == 90
-        marks = () if quick else pytest.mark.slow
+        quick = case is CASES[0] and capability == 90
+        marks = pytest.mark.heavy if quick else pytest.mark.slow
         yield pytest.param(*case.values, capability, id=f"{case.id}-{capability}", marks=marks)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("dtype", "depth", "options", "capability"), on_every_architecture())
+@pytest.mark.parametrize(("dtype", "depth", "options", "capability"), list(on_every_architecture()))
 def test_compiles_without_spills(compiler_for, tmp_path, dtype, depth, options, capability):
     check(compiler_for(capability), tmp_path, dtype, depth, options)
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "capability",
-    [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("dtype", "depth", "options"), LESS)
 def test_less_compiles_without_spills(compiler_for, tmp_path, dtype, depth, options, capability):
     check(compiler_for(capability), tmp_path, dtype, depth, options)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("capability", [86, 120])
 def test_compiles_for_less_shared_memory(compiler_for, tmp_path, capability):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from prepared import processes
-from vocab_ranks import CLASSES, WIDTH, on_a_rank, problem, run, run_loss
+from vocab_ranks import CLASSES, on_a_rank, problem, run, run_loss
 
 from fusedrl import VocabPart, linear_token_log_probs
 
@@ -46,16 +46,6 @@ def test_parts_in_any_order_are_the_whole(dtype, shift, masked):
         for mine, exact in zip(VocabPart.combine(parts), truth, strict=True):
             torch.testing.assert_close(mine.double(), exact, rtol=1e-6, atol=2e-6)
             assert torch.equal(mine == 0, exact == 0)
-
-
-def test_without_entropy_there_is_none():
-    *inputs, mask = problem()
-    parts = parts_of(*inputs, mask)
-    alone = VocabPart.combine(parts)
-    with_entropy = VocabPart.combine(parts_of(*inputs, mask, entropy=True))
-    torch.testing.assert_close(alone.log_probs, with_entropy.log_probs)
-    assert alone.entropy is None
-    assert not any(part.entropy for part in parts)
 
 
 def test_what_a_part_knows():
@@ -102,23 +92,7 @@ def test_a_shard_of_banned_classes_changes_nothing():
         assert torch.equal(VocabPart.combine(parts).log_probs, without)
 
 
-def test_parts_that_do_not_belong_together():
-    *inputs, _ = problem()
-    first = parts_of(*inputs, temperature=0.5)[0]
-    with pytest.raises(ValueError, match="parts: expected the part of every shard, got none"):
-        VocabPart.combine([])
-    with pytest.raises(ValueError, match=r"parts: .* entropy=False, got .* entropy=True in part 1"):
-        VocabPart.combine([first, parts_of(*inputs, temperature=0.5, entropy=True)[1]])
-    with pytest.raises(ValueError, match=r"parts: .* temperature 0.5, got 0.7 in part 1"):
-        VocabPart.combine([first, parts_of(*inputs, temperature=0.7)[1]])
-    shorter = VocabPart.of(
-        torch.zeros(2, WIDTH), inputs[1], torch.zeros(2, dtype=torch.int64),
-        vocab_offset=9, temperature=0.5,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"parts: expected all of shape \(2, 5, 4\)"):
-        VocabPart.combine([first, shorter])
-
-
+@pytest.mark.heavy
 @pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo"
 )

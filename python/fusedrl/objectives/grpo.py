@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,17 +13,17 @@ from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
 from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
 
 from fusedrl.models.ranks import Step, together
-from fusedrl.objectives.arguments import takes
 from fusedrl.objectives.over_ranks import check_data, misshapen_advantage, shares_of, weighed
 from fusedrl.objectives.scores import Scores, scores_of
 
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
 
+_THEIRS = frozenset(inspect.signature(_GRPOLoss.__init__).parameters)
+
 # The loss whose forward pass runs in this context, and the scores that it uses.
 _running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
 
 
-@takes("max_tokens_per_forward", "share_prefixes", "average_tokens_across_devices")
 class GRPOLoss(_GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
@@ -82,9 +83,28 @@ class GRPOLoss(_GRPOLoss):
         True
     """
 
+    # Of a loss that was pickled as torchrl's class.
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
     average_tokens_across_devices: bool = False
+
+    def __init__(
+        self,
+        actor_network: Any = None,
+        *,
+        max_tokens_per_forward: int | None = None,
+        share_prefixes: bool = True,
+        average_tokens_across_devices: bool = False,
+        **theirs: Any,
+    ) -> None:
+        if unknown := sorted(theirs.keys() - _THEIRS):
+            raise TypeError(
+                f"{unknown[0]}: expected a known argument, got an unknown one; leave it out"
+            )
+        super().__init__(actor_network, **theirs)
+        self.max_tokens_per_forward = max_tokens_per_forward
+        self.share_prefixes = share_prefixes
+        self.average_tokens_across_devices = average_tokens_across_devices
 
     @_not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import DistillationLoss as _DistillationLoss
@@ -20,7 +19,6 @@ from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.models import causal_log_probs
 from fusedrl.models.divergences import Classes, causal_divergences
 from fusedrl.models.ranks import Apart, together
-from fusedrl.objectives.arguments import takes
 from fusedrl.objectives.tokens import CannotFuse, check_readable, log_not_fused
 from fusedrl.transforms.columns import column_rows
 from fusedrl.transforms.reading import TokenBatch, marks, masks_over, read, reading_of
@@ -30,7 +28,6 @@ _ASSISTANT, _ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attenti
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
 
 
-@takes("max_tokens_per_forward", "share_prefixes")
 class SFTLoss(_SFTLoss):
     """The loss of supervised fine-tuning over the assistant's tokens of a conversation.
 
@@ -70,8 +67,20 @@ class SFTLoss(_SFTLoss):
         torch.Size([])
     """
 
+    # Of a loss that was pickled as torchrl's class.
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
+
+    def __init__(
+        self,
+        *args: Any,
+        max_tokens_per_forward: int | None = None,
+        share_prefixes: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_tokens_per_forward = max_tokens_per_forward
+        self.share_prefixes = share_prefixes
 
     @_not_compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
@@ -79,7 +88,6 @@ class SFTLoss(_SFTLoss):
         return _computed(self, _SFTLoss.forward, tensordict, True)
 
 
-@takes("max_tokens_per_forward", "share_prefixes")
 class DistillationLoss(_DistillationLoss):
     """A divergence between a student and a teacher, over the tokens of a conversation.
 
@@ -135,22 +143,18 @@ class DistillationLoss(_DistillationLoss):
         teacher_ids: NestedKey = ("next", "teacher_ids", "full")
 
     default_keys = _AcceptedKeys
+    # Of a loss that was pickled as torchrl's class.
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
 
     def __init__(
         self,
-        actor_network: TensorDictModule | TransformersWrapper,
-        tokenizer: Any = None,
-        tokenizer_kwargs: dict[str, Any] | None = None,
-        kl_direction: Literal["reverse", "forward"] = "reverse",
-        reduction: Literal["mean", "sum", "none"] = "mean",
-        normalize_by_seq_length: bool = True,
-        assistant_only: bool = True,
-        device: torch.device | None = None,
-        *,
+        *args: Any,
         loss_function: Literal["k3", "exact_kl", "top_k_kl"] = "k3",
         teacher_network: TransformersWrapper | None = None,
+        max_tokens_per_forward: int | None = None,
+        share_prefixes: bool = True,
+        **kwargs: Any,
     ) -> None:
         if loss_function not in ("k3", "exact_kl", "top_k_kl"):
             raise ValueError(
@@ -162,16 +166,9 @@ class DistillationLoss(_DistillationLoss):
                 f"teacher_network: expected one for 'exact_kl' alone, got {teacher_network!r} for "
                 f"{loss_function!r}; the teacher of the others is in the data"
             )
-        super().__init__(
-            actor_network,
-            tokenizer,
-            tokenizer_kwargs,
-            kl_direction,
-            reduction,
-            normalize_by_seq_length,
-            assistant_only,
-            device,
-        )
+        super().__init__(*args, **kwargs)
+        self.max_tokens_per_forward = max_tokens_per_forward
+        self.share_prefixes = share_prefixes
         self.loss_function = loss_function
         self._teacher = (teacher_network,)  # a tuple, so that it is no child
         keys = self.tensor_keys

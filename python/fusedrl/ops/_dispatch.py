@@ -205,15 +205,6 @@ def check_counted_on_host(mask: Tensor | None, shift: bool, device: torch.device
         )
 
 
-def scalar_on_host(name: str, value: float | Tensor) -> float:
-    """A scalar argument beside data on the CPU, which kernels there may take as a number."""
-    if type(value) is float and -LARGEST <= value <= LARGEST:
-        return value
-    if isinstance(value, Tensor):
-        return scalar_tensor(name, value, torch.device("cpu")).item()
-    return _number(name, value, -LARGEST, LARGEST, "pass a number in that range")
-
-
 def _number(name: str, value: object, low: float, high: float, remedy: str) -> float:
     number = real_number(value)
     if number is None:

@@ -12,8 +12,7 @@ from torch import Tensor
 from fusedrl import ragged
 from fusedrl.compat.torch import NestedTensor, lengths_beside_holes
 from fusedrl.ops.token_kl import token_kl
-from fusedrl.ops.token_kl.columns import samples_in_one_call
-from fusedrl.ops.token_kl.samples import pack_samples
+from fusedrl.ops.token_kl.samples import pack_samples, samples_in_one_call
 from fusedrl.transforms.columns import (
     Column,
     Columns,
@@ -74,7 +73,7 @@ def kl_of_samples(
     The samples of a list on the CPU are read where they lie, if they are rows of tokens.
     """
     if not any(isinstance(column, Tensor) for column in (log_probs, ref_log_probs, reward)):
-        answer = samples_in_one_call(log_probs, ref_log_probs, reward, coeff, True)
+        answer = samples_in_one_call(log_probs, ref_log_probs, reward, coeff)
         if answer is not None:
             kl, penalised, lengths = answer
             penalised = None if penalised is None else penalised.unsqueeze(-1)

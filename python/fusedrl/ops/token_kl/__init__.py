@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _dispatch, _nested, _rows
-from fusedrl.ops.token_kl import columns, reference
+from fusedrl.ops import _autograd, _dispatch, _nested, _rows
+from fusedrl.ops.token_kl import reference
 
 __all__ = ["ESTIMATORS", "TokenKL", "token_kl"]
 
@@ -87,11 +87,6 @@ def token_kl(
     """
     _dispatch.check_choice("estimator", estimator, ESTIMATORS)
     _dispatch.check_choice("nan", nan, _dispatch.NANS)
-    if type(log_probs) is Tensor and log_probs.is_cpu and impl in ("auto", "cpu"):
-        given = log_probs, ref_log_probs, mask, offsets, reward, coeff
-        found = columns.in_one_call(*given, ESTIMATORS.index(estimator), nan == "missing")
-        if found is not None:
-            return TokenKL._make(found)
     batch = _nested.pack("log_probs", log_probs, offsets, form="[B, j]")
     log_probs, offsets = batch.values, batch.offsets
     ref_log_probs = batch.companion("ref_log_probs", ref_log_probs)
@@ -110,7 +105,14 @@ def token_kl(
     if chosen == "reference":
         kl, penalised = reference.token_kl(*given, estimator, nan == "missing")
     else:
-        kl, penalised = columns.by_op(*given, ESTIMATORS.index(estimator), nan == "missing")
+        args = *given, ESTIMATORS.index(estimator), nan == "missing"
+        inputs = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "reward": reward}
+        recorded = _autograd.needs_grad(**inputs, coeff=weight)
+        if recorded:
+            kl, penalised = _autograd.apply(_Autograd, *args)
+        else:
+            kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
+        penalised = None if reward is None else penalised
     return TokenKL(batch.result(kl if work == dtype else kl.to(dtype)), batch.result(penalised))
 
 
@@ -130,7 +132,7 @@ def _one_a_token(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> T
         shape, count = log_probs.shape, len(offsets) - 1
         of_sequences = _rows.is_of_sequences("reward", reward, shape, count, offsets)
         if of_sequences is False:
-            return reward.reshape(shape)
+            return reward if reward.shape == shape else reward.reshape(shape)
         if of_sequences:
             lengths = offsets.diff()
             return reward.flatten().repeat_interleave(lengths, output_size=len(log_probs))
@@ -159,3 +161,52 @@ def _check(
             "leave it out, or flatten what has no padding"
         )
     _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
+
+
+class _Autograd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        log_probs, ref_log_probs, mask, reward, coeff, ctx.estimator, ctx.missing = args
+        kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(log_probs, ref_log_probs, mask, coeff)
+        constant = [] if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else [kl]
+        ctx.mark_non_differentiable(*constant, *([penalised] if reward is None else []))
+        return kl, penalised
+
+    @staticmethod
+    @_autograd.first_derivative_only("token_kl")
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_policy, of_reference, *_ = ctx.needs_input_grad
+        grad_kl, grad_reward = grads
+        grad = grad_ref = None
+        if (of_policy or of_reference) and not (grad_kl is None and grad_reward is None):
+            *columns, coeff = ctx.saved_tensors
+            columns = grad_kl, grad_reward, *columns
+            # Asking first is cheaper than a copy of nothing.
+            given = [x if x is None or x.is_contiguous() else x.contiguous() for x in columns]
+            backward = torch.ops.fusedrl.token_kl_backward.default
+            grad = backward(*given, coeff, ctx.estimator, ctx.missing)
+            # Every estimator depends on ref - log_probs only, hence the opposite signs.
+            grad_ref = -grad if of_reference else None
+        return grad, grad_ref, None, grad_reward, None, None, None
+
+
+def _fake(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    mask: Tensor | None,
+    reward: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    shape = (0,) if reward is None else log_probs.shape
+    return log_probs.new_empty(log_probs.shape), log_probs.new_empty(shape)
+
+
+def _fake_backward(
+    grad_kl: Tensor | None, grad_reward: Tensor | None, log_probs: Tensor, *rest: Any
+) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+_dispatch.register_fakes({"token_kl": _fake, "token_kl_backward": _fake_backward})
