@@ -30,7 +30,7 @@ def scores(model: Any, *tokens: Any) -> Any:
     """Log-probs, or the text of the error."""
     try:
         with torch.no_grad():
-            return causal_log_probs(model, *tokens)
+            return causal_log_probs(model, *tokens).log_probs
     except (TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 

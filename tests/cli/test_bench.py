@@ -28,7 +28,6 @@ from fusedrl.benchmarks import (
     harness,
     peers,
 )
-
 from fusedrl.cli import alive, bench, main
 
 NUMBERS = torch.linspace(0, 1, 1000)

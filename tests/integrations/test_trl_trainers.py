@@ -101,6 +101,7 @@ def tpo(folder: str, out: Any) -> Any:
     return TPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(rows))
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "op"),

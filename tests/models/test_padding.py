@@ -66,7 +66,7 @@ def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
     tokens = TOKENS.clamp(min=1)  # 0 is its padding token
     expected = definition(model, tokens, LENGTHS, MASK)
     close(
-        causal_log_probs(model, tokens, LENGTHS, MASK),
+        causal_log_probs(model, tokens, LENGTHS, MASK).log_probs,
         expected,
         1e-5 if dtype == torch.float32 else 0.1,
     )
@@ -75,7 +75,7 @@ def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
 @torch.no_grad()
 def test_a_model_of_another_make_that_sees_the_width():
     model = Summing()
-    out = causal_log_probs(model, TOKENS, LENGTHS)
+    out = causal_log_probs(model, TOKENS, LENGTHS).log_probs
     row = TOKENS[:17]
     full = model(row[None])["logits"][0, :-1].log_softmax(-1)
     close(out[1:17], full.gather(-1, row[1:, None]).squeeze(-1))
@@ -93,6 +93,7 @@ def test_others_share_padded_batches():
         assert max(sizes) > 1
 
 
+@pytest.mark.heavy
 def test_only_the_ranks_of_a_sharded_model_wait_for_each_other(tmp_path):
     """One rank scores a model of its own, then both score sharded ones."""
     workers = [processes.Process(target=on_a_rank, args=(i, str(tmp_path))) for i in (0, 1)]

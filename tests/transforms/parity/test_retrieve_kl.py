@@ -160,12 +160,6 @@ class TestWhereTorchrlIsWrong:
             theirs(*models).transform_output_spec(_output_spec())
         ours(*models).transform_output_spec(_output_spec())
 
-    def test_from_collector_reads_the_collector_with_the_specs(self, reference, chat_env):
-        ours, theirs = both("RetrieveKL")
-        with pytest.raises((ValueError, AttributeError), match=r"collector|internal error"):
-            chat_env(theirs("from_collector", reference())).observation_spec  # noqa: B018
-        assert "kl_penalty" in chat_env(ours("from_collector", reference())).observation_spec
-
 
 def _output_spec() -> Composite:
     return Composite(
