@@ -28,7 +28,6 @@ from trl_losses import (
 
 import fusedrl
 from fusedrl.integrations import trl_loss
-from fusedrl.ops import _dispatch
 
 __all__ = ["calls", "folder", "one_thread", "said"]
 
@@ -116,15 +115,6 @@ def test_a_loss_that_is_not_the_planned_one_has_its_own_gradients(
     assert len(said()) == 2 and f"{trl_loss.MOST_MISSES} times" in said()[1]
 
 
-def test_a_loss_as_planned_between_others_keeps_the_plans(folder, calls, said, tmp_path):
-    with fusedrl.patch_trl():
-        trainer = grpo(folder, tmp_path, kind=Sharpened)
-        for _ in range(trl_loss.MOST_MISSES):
-            step(trainer, batch(OLD))
-            step(trainer, {**batch(OLD), "advantages": torch.zeros(4)})
-    assert calls["linear_policy_loss"] == 2 * trl_loss.MOST_MISSES
-
-
 class OtherBatch(trl.GRPOTrainer):
     """Scores completions that are not those of its batch."""
 
@@ -139,19 +129,6 @@ def test_rows_of_another_batch_are_seen(folder, calls, said, tmp_path):
     assert calls["linear_policy_loss"] == 0
     reason = "the head got other rows than those of the completions"
     assert said() == [f"trl: OtherBatch: {reason}; its loss is not fused"]
-
-
-def test_a_device_without_a_compiled_op(folder, calls, said, tmp_path, monkeypatch):
-    choose = _dispatch.choose
-
-    def without(impl, op, *args, **options):
-        return "reference" if op == "linear_policy_loss" else choose(impl, op, *args, **options)
-
-    monkeypatch.setattr(_dispatch, "choose", without)
-    found, expected, _ = both(lambda: grpo(folder, tmp_path), batch(OLD))
-    check_same(found, expected)
-    assert calls["linear_policy_loss"] == 0
-    assert said() == ["trl: GRPOTrainer: there is no compiled op for cpu; its loss is not fused"]
 
 
 @pytest.mark.parametrize("overflows", ["ratio", "scale"])

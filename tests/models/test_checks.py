@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from fusedrl.models import causal_log_probs
 
@@ -94,21 +95,6 @@ def test_ids_that_have_no_logit_are_refused_where_they_are_kept(fast):
         close(out[1:17], own * mask[1:17])
 
 
-def test_ids_of_models_of_other_makes():
-    class Bigram(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Linear(1, VOCAB)
-
-        def forward(self, input_ids, attention_mask):
-            return {"logits": self.table(input_ids[..., None].float())}
-
-    with pytest.raises(ValueError, match=r"ids in \[0, 100\), the model's vocabulary, got 100 at"):
-        causal_log_probs(Bigram(), TOKENS.index_fill(0, torch.tensor(7), VOCAB), LENGTHS)
-    with pytest.raises(ValueError, match=r"ids in \[0, V\), the model's vocabulary, got -1 at"):
-        causal_log_probs(Bigram(), TOKENS.index_fill(0, torch.tensor(7), -1), LENGTHS)
-
-
 def encoder_decoder():
     sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=100, **sizes))
@@ -162,3 +148,28 @@ def test_the_default_device_is_not_used(kind, device):
         assert causal_log_probs(model, TOKENS[:0], []).log_probs.device.type == "cpu"
     finally:
         torch.set_default_device(None)  # "cpu" would leave a mode around every call
+
+
+def test_a_part_of_the_classes_is_refused():
+    """As a rank has it whose head is sharded over the vocabulary."""
+    remedy = "linear_token_log_probs with vocab_offset= and vocab_group="
+    model = model_of("llama")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight[:50])
+    refused = f"expected logits of the 100 ids that it embeds, got those of 50.* {remedy}"
+    with pytest.raises(ValueError, match=refused):
+        causal_log_probs(model, TOKENS, LENGTHS)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        model = model_of("llama")
+
+        def as_dtensor(module, args, out):
+            out.logits = distribute_tensor(out.logits.detach(), mesh, [Shard(-1)])
+
+        model.register_forward_hook(as_dtensor)
+        with pytest.raises(TypeError, match=f"got a DTensor.* {remedy}"):
+            causal_log_probs(model, TOKENS, LENGTHS)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from model_ranks import LONG, longrope, on_a_rank
-from prepared import processes
 from torch import nn
 
 from fusedrl.models import causal_log_probs
@@ -91,25 +89,3 @@ def test_others_share_padded_batches():
         )
         causal_log_probs(model, TOKENS, LENGTHS)
         assert max(sizes) > 1
-
-
-@pytest.mark.heavy
-def test_only_the_ranks_of_a_sharded_model_wait_for_each_other(tmp_path):
-    """One rank scores a model of its own, then both score sharded ones."""
-    workers = [processes.Process(target=on_a_rank, args=(i, str(tmp_path))) for i in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
-    with torch.no_grad():
-        expected = definition(longrope(), *LONG, None)
-    close(first["alone"], expected)
-    close(first["sharded"], expected)
-    close(second["sharded"], expected[:30])
-    for found in (first, second):
-        assert "expected logits of the 100 ids that it embeds, got those of 50" in found["half"]
-        assert "expected logits that this rank has in full, got a DTensor" in found["dtensor"]
-        for text in (found["half"], found["dtensor"]):
-            assert text.endswith("linear_token_log_probs with vocab_offset= and vocab_group=")

@@ -69,11 +69,6 @@ class TestPrivateAccess:
 class TestSamplesThatDiffer:
     """Samples are looked up together, one level of keys after the other."""
 
-    def test_one_locked_sample_makes_the_stack_public(self, samples):
-        data = stack(samples)
-        data.tensordicts[1].lock_()
-        assert isinstance(columns.columns_of(data), columns.Columns)
-
     def test_wrapped_and_plain_log_probs_stand_beside_each_other(self, samples):
         data = stack(samples)
         wrapped = LogProbs._from_tensordict(data.tensordicts[1].get(GEN[0]))

@@ -64,12 +64,3 @@ def test_rollout(name, transforms, chat_env, generating_policy):
         check_specs(env, turn["next"])
         if name != "RetrieveLogProb":
             assert all(row.abs().max() > 0.1 for row in rows(turn["next"], "kl_penalty"))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_reset_has_an_empty_row_of_each_observation(name, transforms, chat_env):
-    env = chat_env(*transforms[name]())
-    declared = {GEN, REF, "kl_penalty"} & set(env.observation_spec.keys(True, True))
-    reset = env.reset()
-    assert declared == {GEN, REF, "kl_penalty"} & set(reset.keys(True))
-    assert {tuple(row.shape) for key in declared for row in rows(reset, key)} == {(0,)}

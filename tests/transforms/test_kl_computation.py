@@ -113,15 +113,6 @@ def test_nan_is_a_missing_score_and_infinity_is_not(samples):
     assert reward[2][1] == float("-inf")
 
 
-@pytest.mark.parametrize(
-    "coeff", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)]
-)
-def test_coeff_is_a_float_or_a_tensor(samples, coeff):
-    data = KLComputation(coeff=coeff)(stack(samples))
-    check(samples, data.get("kl_penalty", as_list=True), data.get("reward", as_list=True), 0.25)
-    assert data.tensordicts[0]["reward"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("kind", ["stack", "nested", "dense"])
 def test_gradients_reach_both_models(samples, kind):
     """d(kl)/d(gen) = 1 and d(kl)/d(ref) = -1, weighted by non-uniform upstream gradients."""

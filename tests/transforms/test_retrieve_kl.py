@@ -75,28 +75,6 @@ def test_gradients_reach_the_policy_unless_detached(wrap, reference, policy_mode
         assert model.lm_head.weight.grad.any()
 
 
-class TestEnvironment:
-    """torchrl raises ``KeyError``: its specs declare a key that is not the one written."""
-
-    def test_step(self, policy, reference, chat_env, generating_policy):
-        env = chat_env(RetrieveKL(policy(), reference(), coeff=0.1))
-        data = env.step(generating_policy(env.reset()))["next"]
-        kl = rows(data, "kl_penalty")
-        gen, ref = rows(data, GEN), rows(data, REF)
-        assert all(row.abs().max() > 0.1 for row in kl)
-        assert_rows_equal(kl, [x - y for x, y in zip(gen, ref, strict=True)])
-        assert_rows_equal(rows(data, "reward"), [1 - 0.1 * row.unsqueeze(-1) for row in kl])
-
-    def test_specs_are_the_shapes_of_the_data(self, policy, reference, chat_env, generating_policy):
-        env = chat_env(RetrieveKL(policy(pad_output=True), reference(pad_output=True)))
-        data = env.step(generating_policy(env.reset()))["next"]
-        for key in (GEN, REF, "kl_penalty"):
-            assert env.observation_spec[key].shape == (2, -1)
-            assert env.observation_spec[key].is_in(data[key])
-        assert env.full_reward_spec["reward"].shape == (2, -1, 1)
-        assert env.full_reward_spec["reward"].is_in(data["reward"])
-
-
 class TestFromCollector:
     """torchrl raises "collector is not set": it wants the collector before there is one."""
 

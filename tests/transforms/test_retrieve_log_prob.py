@@ -111,8 +111,9 @@ def test_the_mask_may_come_from_another_template(
         same(more[more != 0], whole[more != 0])
 
 
-def test_a_mask_over_other_tokens_is_refused(policy, tokenizer):
-    template = {"chat_template": WHOLE_TURN.replace("<|im_start|>", "")}
+@pytest.mark.parametrize("other", ["", "<|im_end|>"])
+def test_a_mask_over_other_tokens_is_refused(policy, tokenizer, other):
+    template = {"chat_template": WHOLE_TURN.replace("<|im_start|>", other)}
     with pytest.raises(ValueError, match="tokenizer: sample 0: expected the model's"):
         RetrieveLogProb(policy(), tokenizer_kwargs=template)(conversations())
 

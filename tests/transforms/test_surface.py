@@ -9,7 +9,7 @@ import torch
 
 from fusedrl import RetrieveKL, RetrieveLogProb
 
-from .dialogs import assert_rows_equal, conversations, rewarded, rows
+from .dialogs import assert_rows_equal, rewarded, rows
 
 GEN, REF, KL = ("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty"
 
@@ -22,16 +22,6 @@ class TestOptions:
         out = retrieve_kl(coeff=coeff)(rewarded())
         expected = [1 - float(coeff) * row.unsqueeze(-1) for row in rows(out, KL)]
         assert_rows_equal(rows(out, "reward"), expected)
-
-    def test_padding_side(self, retrieve_kl):
-        unpadded = rows(retrieve_kl()(conversations()), KL)
-        left, right = (
-            retrieve_kl(True, padding_side=side)(conversations()) for side in ("left", "right")
-        )
-        for i, row in enumerate(unpadded):
-            torch.testing.assert_close(left[KL][i, -len(row) :], row, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(right[KL][i, : len(row)], row, rtol=1e-5, atol=1e-5)
-            assert not right[KL][i, len(row) :].any()
 
     @pytest.mark.parametrize("deferred", [False, True])
     def test_history_key(self, policy, reference, deferred):

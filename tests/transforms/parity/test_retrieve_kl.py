@@ -12,10 +12,8 @@ from torchrl.data import Composite, Unbounded
 from ..dialogs import CHATS, conversations, rows
 from .comparison import (
     CASES,
-    DEVICES,
     GEN,
     LAYOUTS,
-    MOVES,
     REF,
     assert_same,
     assert_values,
@@ -76,16 +74,6 @@ def test_a_stack_of_samples(
         answers.append(out["next"] if in_next else out)
     assert_same(*answers, *COLUMNS)
     assert all(row.abs().max() > 0.1 for row in rows(answers[0], "kl_penalty"))
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=repr)
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_device(build, scored, device, move):
-    answers = []
-    for cls in both("RetrieveKL"):
-        data = given("history", "stack", scored, True, in_next=True).to("cpu")
-        answers.append(move(build(cls, device=device))(data)["next"])
-    assert_same(*answers, *COLUMNS)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
