@@ -196,10 +196,18 @@ def test_other_input_modes(wrap, policy, policy_model, mode):
 
 
 @pytest.mark.parametrize("limit", [1, 64, 10_000])
-def test_the_bound_of_a_forward_does_not_change_the_answer(policy, limit):
+def test_a_bound_of_a_forward_does_not_change_the_answer(wrap, policy, policy_model, limit):
     expected = rows(RetrieveLogProb(policy())(conversations()), KEY)
-    bounded = RetrieveLogProb(policy(), max_tokens_per_forward=limit)
+    sizes = []
+    model = copy.deepcopy(policy_model)
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: sizes.append(args[0].numel())
+    )
+    bounded = RetrieveLogProb(wrap(model, "gen_log_probs"), max_tokens_per_forward=limit)
+    bounded(conversations())  # the first call compares
+    sizes.clear()
     assert_rows_equal(rows(bounded(conversations()), KEY), expected)
+    assert (len(sizes) == len(CHATS)) == (limit == 1) and (len(sizes) == 1) == (limit > 64)
 
 
 def test_bad_arguments_are_refused(policy):
