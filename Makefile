@@ -17,7 +17,7 @@ ENGINES ?= not gpu and not slow
 # what `make test-torch` runs with: a build for CUDA, as most users have it, on machines without a GPU too
 CUDA_TORCH ?= torch==2.14.1
 # what of it is about tensors on the CPU, and needs no other libraries than torchrl and transformers
-CUDA_TESTS := tests/ops tests/transforms tests/test_native.py tests/compat/test_torch.py \
+CUDA_TESTS := tests/ops tests/transforms tests/test_native.py tests/compat/test_names.py tests/compat/test_torch.py \
 	tests/compat/test_library.py --ignore=tests/ops/test_triton.py --ignore=tests/transforms/test_ray.py
 # the builds of torch for CUDA that `make test-cuda-build` tries, the oldest and the newest included
 CUDA_TORCHES ?= 2.10.0 2.11.0 2.13.0 2.14.1

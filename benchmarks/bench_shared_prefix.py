@@ -111,7 +111,7 @@ class Answers:
         @torch.no_grad()
         def run(_: Any) -> Any:
             mask = self.mask.flatten()
-            return causal_log_probs(self.model, *packed, mask, share_prefixes=share)
+            return causal_log_probs(self.model, *packed, mask, share_prefixes=share).log_probs
 
         return run
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,12 +21,10 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl.models import causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.shared_rows import sharing_prefixes
-from fusedrl.ops.token_log_probs import TokenLogProbs
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ROUNDED = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
@@ -67,22 +64,6 @@ def prepared(model: Any) -> Any:
     return accelerate.Accelerator(cpu=True).prepare(model)
 
 
-def prepared_by_plugin(model: Any) -> Any:
-    """As ``Accelerator.prepare`` wraps with FSDP2, which it does on accelerators alone."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
-        cpu_ram_efficient_loading=False,
-    )
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    accelerator: Any = SimpleNamespace(state=state, mixed_precision="no", device="cpu")
-    return fsdp2_prepare_model(accelerator, model)
-
-
 def hybrid(model: Any) -> Any:
     """Two ranks that have the same shards, or all ranks a shard each where their number is odd."""
     names, ranks = ("replicate", "shard"), dist.get_world_size()
@@ -94,42 +75,28 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="eager", dynamic=True)
 
 
-def compiled_in_place(model: Any) -> Any:
-    model.compile(backend="eager", dynamic=True)
-    return model
-
-
 DDP = DistributedDataParallel
 # The ways in which ranks share a model, and what they make of the model before.
 WAYS: dict[str, Any] = {
     "ddp": DDP,
-    "ddp, static": lambda model: DDP(model, static_graph=True),
     "ddp, unused": lambda model: DDP(model, find_unused_parameters=True),
     "ddp, adapters": lambda model: DDP(with_adapters(model)),
     "ddp of compiled": lambda model: DDP(compiled(model)),
-    "ddp of compiled in place": lambda model: DDP(compiled_in_place(model)),
     "compiled of ddp": lambda model: compiled(DDP(model)),
     "accelerate": prepared,
-    "accelerate, fsdp2": prepared_by_plugin,
     "fsdp": sharded,
     "fsdp, head": lambda model: sharded(model, model.lm_head),
-    "fsdp, norm and head": lambda model: sharded(model, [model.model.norm, model.lm_head]),
     "fsdp, adapters": lambda model: sharded(with_adapters(model)),
     "fsdp, checkpoints": lambda model: sharded(checkpointed(model)),
     "fsdp, offloaded": lambda model: sharded(
         model, offload_policy=CPUOffloadPolicy(pin_memory=False)
     ),
-    "fsdp, kept whole": lambda model: sharded(model, reshard_after_forward=False),
     "fsdp, rounded outputs": lambda model: fully_shard(model, mp_policy=ROUNDED),
     "fsdp, bfloat16": lambda model: sharded(model, model.lm_head, mp_policy=BF16),
     "hsdp": hybrid,
     "fsdp of compiled layers": lambda model: sharded(layers_compiled(model)),
     "compiled of fsdp": lambda model: compiled(sharded(model)),
-}
-
-
-# They compute all logits.
-SLOW_WAYS: dict[str, Any] = {
+    # It computes all logits.
     "fsdp1": lambda model: FullyShardedDataParallel(
         model, device_id=torch.device("cpu"), use_orig_params=True
     ),
@@ -231,8 +198,7 @@ def parts_of_a_head(kind: str) -> int:
         model.zero_grad(set_to_none=True)
         whole.zero_grad(set_to_none=True)
         with rows:
-            scored = causal_log_probs(model, *data, entropy=entropy)
-        ours = scored.log_probs if isinstance(scored, TokenLogProbs) else scored
+            ours = causal_log_probs(model, *data, entropy=entropy).log_probs
         expected = definition(whole, *data)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
         for values in (ours, expected):
@@ -249,13 +215,13 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
     torch._dynamo.reset()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of(kind, **({"tie_word_embeddings": True} if kind == "qwen2" else {}))
-    model = (WAYS | SLOW_WAYS)[way](copy.deepcopy(whole))
+    model = WAYS[way](copy.deepcopy(whole))
     whole = with_adapters(whole) if "adapters" in way else whole
     # In one of them only the gradients that enter it are of bfloat16.
     rounded = 0.1 if "bfloat16" in way else 0.02 if "rounded" in way else 2e-5
     near = 0.15 if "bfloat16" in way else 1e-5
     for _ in range(2):  # the trials, of a model whose weights are spread and gathered
-        causal_log_probs(model, *data_of(0, ranks)[rank]).sum().backward()
+        causal_log_probs(model, *data_of(0, ranks)[rank]).log_probs.sum().backward()
     rows = RowsOfHead()
     for seed in seeds:
         model.zero_grad(set_to_none=True)
@@ -263,10 +229,9 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
         data = data_of(seed, ranks)
         limit = (None, 20, 1)[(seed + rank) % 3]
         with rows:
-            scored = causal_log_probs(
+            ours = causal_log_probs(
                 model, *data[rank], max_tokens_per_forward=limit, entropy=bool(seed % 2)
-            )
-        ours = scored.log_probs if isinstance(scored, TokenLogProbs) else scored
+            ).log_probs
         (ours * torch.linspace(-1, 2, len(ours))).sum().backward()
         total = torch.zeros(())
         for other, one in enumerate(data):
@@ -316,10 +281,10 @@ def accumulates(way: str) -> None:
     if way == "fsdp":
         model.set_requires_gradient_sync(False)
     with model.no_sync() if way == "ddp" else nullcontext():
-        causal_log_probs(model, *first[rank]).sum().backward()
+        causal_log_probs(model, *first[rank]).log_probs.sum().backward()
     if way == "fsdp":
         model.set_requires_gradient_sync(True)
-    causal_log_probs(model, *second[rank]).sum().backward()
+    causal_log_probs(model, *second[rank]).log_probs.sum().backward()
     for one in (*first, *second):
         (definition(whole, *one).sum() / ranks).backward()
     check_gradients(gradients(model), gradients(whole), 2e-5)
@@ -345,16 +310,12 @@ def errors(way: str) -> list[str]:
         if rank == wrong:
             own[0] = VOCAB
         found.append(said(model, own, lengths, mask))
-    causal_log_probs(model, tokens, lengths, mask).sum().backward()
+    causal_log_probs(model, tokens, lengths, mask).log_probs.sum().backward()
     return found
 
 
 def fails_at_head(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("no room for the logits")
-
-
-def fails_in_layer(*_: Any) -> Any:
-    raise torch.OutOfMemoryError("no room for a layer")
 
 
 def errors_within(way: str, place: str) -> list[str]:
@@ -364,23 +325,27 @@ def errors_within(way: str, place: str) -> list[str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of("llama")
     model = WAYS[way](copy.deepcopy(whole))
+    failing = []
+
+    def fails_in_layer(*_: Any) -> Any:
+        if failing:
+            raise torch.OutOfMemoryError("no room for a layer")
+
+    inner(getattr(model, "module", model)).model.layers[1].register_forward_pre_hook(fails_in_layer)
     data = data_of(0, ranks)
     causal_log_probs(model, *data[rank])
     found, plain = [], module.linear_token_log_probs
     for wrong in range(ranks):
-        hook = None
         if rank == wrong and place == "head":
             module.linear_token_log_probs = fails_at_head
         elif rank == wrong:
-            layer = inner(getattr(model, "module", model)).model.layers[1]
-            hook = layer.register_forward_pre_hook(fails_in_layer)
+            failing.append(True)
         try:
             found.append(said(model, *data[rank]))
         finally:
             module.linear_token_log_probs = plain
-            if hook is not None:
-                hook.remove()
-    causal_log_probs(model, *data[rank]).sum().backward()
+            failing.clear()
+    causal_log_probs(model, *data[rank]).log_probs.sum().backward()
     for one in data:
         (definition(whole, *one).sum() / ranks).backward()
     check_gradients(gradients(model), gradients(whole), 2e-5)
@@ -428,10 +393,10 @@ def differs_on_one_rank() -> list[bool]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = sharded(model_of("llama"))
     if rank == 1:
-        module.compare_parts = lambda *args: plain(*args)._replace(way=module.Way.ALONE)
+        module.compare_parts = lambda *args: plain(*args)._replace(agrees=False)
     try:
         for _ in range(2):
-            ours = causal_log_probs(model, *data_of(0, ranks)[rank])
+            ours = causal_log_probs(model, *data_of(0, ranks)[rank]).log_probs
             expected = definition(model_of("llama"), *data_of(0, ranks)[rank])
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
             known = module.known_capabilities(model)
@@ -456,39 +421,6 @@ def by_itself() -> list[str]:
         causal_log_probs(model.module, tokens, lengths, mask)
     assert not records
     for _ in range(2):
-        causal_log_probs(model.module, tokens, lengths, mask).sum().backward()
+        causal_log_probs(model.module, tokens, lengths, mask).log_probs.sum().backward()
     logging.getLogger("fusedrl").removeHandler(handler)
     return records
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives of this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
-
-
-def collectives(limit: int | None) -> list[int]:
-    """Those of a call of ours and of the model's own forward, each with its backward pass."""
-    model = sharded(model_of("llama"))
-    lengths = [30] * 40
-    tokens = torch.arange(sum(lengths)) % VOCAB
-    causal_log_probs(model, tokens, lengths).sum().backward()  # the trial; the rest is resharded
-
-    def ours() -> Any:
-        return causal_log_probs(model, tokens, lengths, max_tokens_per_forward=limit)
-
-    def own() -> Any:
-        return model(input_ids=tokens.view(40, 30)).logits
-
-    counts = []
-    for call in (ours, own):
-        with Collectives() as seen:
-            call().sum().backward()
-        counts.append(seen.count)
-    return counts

@@ -102,7 +102,7 @@ def test_only_libraries_whose_private_names_are_used_have_an_upper_bound():
     assert {name: bound for name, bound in bounds.items() if bound} == {
         name: bound for name, bound in following.items() if name not in {"torch", "accelerate"}
     } | {"mkdocs": "2", "mkdocs-material": "10"}  # a next major version is of another make
-    assert following.keys() >= {"torchrl", "tensordict", "transformers", "trl", "peft", "vllm"}
+    assert following.keys() >= {"torchrl", "tensordict", "transformers", "trl", "vllm"}
 
 
 def test_every_torch_that_is_promised_was_tried():

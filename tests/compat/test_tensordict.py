@@ -9,12 +9,6 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import LogProbs
 
 from fusedrl.compat import tensordict as compat
-from fusedrl.compat.tensordict import TENSORDICT
-
-
-@pytest.mark.parametrize("place", TENSORDICT.needed)
-def test_tensordict_has_the_name(place):
-    TENSORDICT.require(place)
 
 
 def test_this_release_is_as_known():

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.autograd import forward_ad
 
 from fusedrl.compat import torch as words
-from fusedrl.compat.torch import TORCH
-
-
-@pytest.mark.parametrize("place", TORCH.needed)
-def test_torch_has_the_name(place):
-    TORCH.require(place)
 
 
 def test_forward_mode_is_on_inside_of_its_level_alone():

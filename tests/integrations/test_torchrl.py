@@ -64,13 +64,6 @@ def test_names_that_torchrl_dropped_are_there_again(name):
     assert not any(hasattr(home, name) for home in homes)
 
 
-def test_only_the_named_classes_are_replaced():
-    before = torchrl_kl.RetrieveKL
-    with fusedrl.patch_torchrl(["KLComputation"]) as report:
-        assert {change.name for change in report} == {"KLComputation"}
-        assert torchrl_kl.RetrieveKL is before
-
-
 def test_unknown_names_are_refused_before_anything_changes():
     before = torchrl_kl.KLComputation
     with pytest.raises(ValueError, match=r"expected some of KLComputation, .*, got 'KLPenalty'"):
@@ -78,13 +71,6 @@ def test_unknown_names_are_refused_before_anything_changes():
     with pytest.raises(TypeError, match=r"pass \['KLComputation'\]"):
         fusedrl.patch_torchrl("KLComputation")
     assert torchrl_kl.KLComputation is before
-
-
-def test_a_users_import_is_reported_and_left_alone():
-    with fusedrl.patch_torchrl() as report:
-        assert (__name__, "HomeOfKL") in report.held
-        assert HomeOfKL is not fusedrl.KLComputation
-        assert not any(module.startswith("fusedrl") for module, _ in report.held)
 
 
 class ModelStub(torch.nn.Module):
@@ -129,13 +115,7 @@ def test_stored_transforms_of_torchrl_load_under_the_patch():
     assert type(loaded) is fusedrl.KLComputation and loaded.coeff == 0.25
 
 
-def test_our_transforms_load_with_and_without_the_patch():
-    with fusedrl.patch_torchrl():
-        stored = pickle.dumps(torchrl_kl.KLComputation(coeff=0.25))
-        assert type(pickle.loads(stored)) is fusedrl.KLComputation
-    assert type(pickle.loads(stored)) is fusedrl.KLComputation
-
-
+@pytest.mark.heavy
 def test_a_fresh_program_can_patch_first():
     """Before torchrl or a class of ours was imported."""
     script = (

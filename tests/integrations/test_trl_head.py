@@ -74,11 +74,15 @@ def test_some_targets_are_decided_by_their_probability_and_some_multiplied(monke
     assert 0 < multiplied[0] < int(found.sum()) < len(targets)
 
 
-def test_of_equally_likely_classes_the_first_is_the_top_one():
-    weight, targets = torch.zeros(9000, 4), torch.tensor([0, 1, 8999])
-    options = (1.0, 128, None, 1.0, ("is_top1",))
-    top = trl_head.ChunkedLogProbFunction.apply(torch.ones(3, 4), weight, None, targets, *options)
-    assert top[4].tolist() == [True, False, False]
+def test_the_top_class_is_the_first_of_the_likeliest():
+    """Also where its probability does not tell: another class may have more than 0.3."""
+    rows = torch.tensor([[0.6, 0.3, 0.1], [0.45, 0.45, 0.1], [0.4, 0.3, 0.3]]).log()
+    for target, expected in enumerate(([True, True, True], [False] * 3, [False] * 3)):
+        targets = torch.full((3,), target)
+        *_, top = trl_head.ChunkedLogProbFunction.apply(
+            rows, torch.eye(3), None, targets, 1.0, 128, None, 1.0, ("is_top1",)
+        )
+        assert top.tolist() == expected
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -104,15 +108,6 @@ def test_a_half_weight_is_multiplied_in_the_dtype_of_the_hidden_states():
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_token_nothing_comes_out_and_gradients_are_zero():
-    tensors, targets = make(rows=0)
-    found, gradients = run(
-        trl_head.ChunkedLogProbFunction, tensors, targets, 1.0, 128, None, 1.0, OURS
-    )
-    assert found[0].shape == found[4].shape == (0,)
-    assert all(torch.equal(x, torch.zeros_like(x)) for x in gradients)
-
-
 @pytest.mark.parametrize(
     ("softcap", "scale", "outputs", "reason"),
     [
@@ -136,6 +131,7 @@ def test_what_only_trl_computes_is_left_to_it_and_logged_once(
     assert reason in caplog.text
 
 
+@pytest.mark.heavy
 def test_compiles_without_a_graph_break():
     tensors, targets = make()
     options = (0.9, 128, None, 1.0, ("entropy", "mean_logits"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 
 import pytest
@@ -148,20 +147,6 @@ def test_a_part_of_a_batch_shares_what_it_has(folder, embedded, tmp_path):
         assert embedded.counts[False] == nodes
 
 
-def test_dropout_in_training_and_a_debug_line(folder, embedded, caplog, tmp_path):
-    with fusedrl.patch_trl(), caplog.at_level(logging.DEBUG, "fusedrl"):
-        trainer = embedded(grpo(folder, tmp_path))
-        trainer.current_gradient_accumulation_steps = 1
-        trainer.model.model.layers[0].self_attn.attention_dropout = 0.1
-        trainer.compute_loss(trainer.model.train(), of_groups())
-        assert "are shared" not in caplog.text
-        trainer.compute_loss(trainer.model.eval(), of_groups())
-    real = NODES + LONG + SHORT
-    line = f"Qwen2ForCausalLM: {NODES} of {real} tokens computed, the others are shared"
-    assert line in caplog.text
-    assert embedded.counts[True] == [WHOLE, NODES]
-
-
 def test_the_loss_of_a_router_is_that_of_trl(embedded, tmp_path):
     moe = save_model(tmp_path / "moe", experts=4)
     found, expected, trainer = both(lambda: embedded(grpo(moe, tmp_path)), of_groups(OLD))
@@ -207,17 +192,6 @@ def lora():
     return peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
-def test_the_reference_of_dpo_by_itself(folder, embedded, tmp_path):
-    trainer = embedded(preferring()(folder, tmp_path))
-    inputs, calls = next(iter(trainer.get_train_dataloader())), embedded.counts[False]
-    expected = trainer.compute_ref_log_probs(trainer.ref_model, inputs)
-    with fusedrl.patch_trl():
-        found = trainer.compute_ref_log_probs(trainer.ref_model, inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-    assert calls[-1] < 0.7 * calls[0]
-
-
-AHEAD = {"num_generations": 4, "steps_per_generation": 2, **PLAIN_KL}
 ACCUMULATED = {"num_generations": 4, "gradient_accumulation_steps": 2}
 # How a trainer is made, and whether what learns and what only scores share something.
 STEPS = {
@@ -228,7 +202,6 @@ STEPS = {
         True,
         True,
     ),
-    "grpo, two batches ahead": (policy(trl.GRPOTrainer, **AHEAD), True, True),
     "grpo, accumulated": (policy(trl.GRPOTrainer, **ACCUMULATED), True, False),
     "rloo": (policy(trl.RLOOTrainer, beta=0.1), True, True),
     "dpo": (preferring(), True, True),
@@ -236,6 +209,7 @@ STEPS = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("case", STEPS)
 def test_two_steps_under_the_patch_are_those_without_it(case, folder, embedded, said, tmp_path):
     make, *shares = STEPS[case]

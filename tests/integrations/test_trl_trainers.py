@@ -71,12 +71,6 @@ def dpo(folder: str, out: Any) -> Any:
     return trl.DPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(PAIRS))
 
 
-def kto(folder: str, out: Any) -> Any:
-    rows = {"prompt": TEXTS, "completion": PAIRS["chosen"], "label": [True, False, True, False]}
-    args = trl.KTOConfig(**options(out))
-    return trl.KTOTrainer(folder, args=args, train_dataset=Dataset.from_dict(rows))
-
-
 def sft(folder: str, out: Any) -> Any:
     args = trl.SFTConfig(**options(out))
     return trl.SFTTrainer(folder, args=args, train_dataset=Dataset.from_dict({"text": TEXTS}))
@@ -93,14 +87,7 @@ def cpo(folder: str, out: Any) -> Any:
     )
 
 
-def tpo(folder: str, out: Any) -> Any:
-    from trl.experimental.tpo import TPOConfig, TPOTrainer
-
-    rows = {**PAIRS, "reference": PAIRS["chosen"][::-1]}
-    args = TPOConfig(**options(out))
-    return TPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(rows))
-
-
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "op"),
@@ -108,10 +95,8 @@ def tpo(folder: str, out: Any) -> Any:
         (grpo, "linear_token_log_probs"),
         (rloo, "linear_token_log_probs"),
         (dpo, "linear_token_log_probs"),
-        (kto, "linear_token_log_probs"),
         (sft, "linear_token_log_probs"),
         (cpo, "token_log_probs"),
-        (tpo, "token_log_probs"),
     ],
 )
 def test_steps_under_the_patch_are_those_without_it(make, op, folder, called, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from fusedrl.models import capabilities, causal_log_probs, log_probs
 from fusedrl.models.split import TESTED
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
-from .tiny import PACKING, VOCAB, definition, model_of
+from .tiny import PACKING, VOCAB, counted, definition, model_of
 
 LENGTHS = [17, 3, 1, 0, 9, 25]
 N = sum(LENGTHS)
@@ -37,7 +36,9 @@ def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
         expected = definition(model, TOKENS, LENGTHS, mask)
         for limit in (None, 20):
             close(
-                causal_log_probs(model, TOKENS, LENGTHS, mask, max_tokens_per_forward=limit),
+                causal_log_probs(
+                    model, TOKENS, LENGTHS, mask, max_tokens_per_forward=limit
+                ).log_probs,
                 expected,
             )
 
@@ -46,7 +47,10 @@ def test_log_probs_are_those_of_each_sequence_alone(kind, mask):
 def test_eager_attention_packs(kind):
     model = model_of(kind, attention="eager")
     assert capabilities.capabilities_of(model).parts is not None
-    close(causal_log_probs(model, TOKENS, LENGTHS, MASK), definition(model, TOKENS, LENGTHS, MASK))
+    close(
+        causal_log_probs(model, TOKENS, LENGTHS, MASK).log_probs,
+        definition(model, TOKENS, LENGTHS, MASK),
+    )
 
 
 def test_temperature_and_entropy():
@@ -67,7 +71,9 @@ def test_gradients_are_those_of_each_sequence_alone(kind):
     grads = []
     for compute in (causal_log_probs, definition):
         model = model_of(kind)
-        (compute(model, TOKENS, LENGTHS, MASK) * weights).sum().backward()
+        found = compute(model, TOKENS, LENGTHS, MASK)
+        found = found.log_probs if isinstance(found, TokenLogProbs) else found
+        (found * weights).sum().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
@@ -76,9 +82,10 @@ def test_gradients_are_those_of_each_sequence_alone(kind):
 
 def test_nothing_behind_the_last_kept_token_is_computed():
     model = model_of("llama")
-    causal_log_probs(model, TOKENS, LENGTHS)  # the probe
     seen = []
     model.model.embed_tokens.register_forward_hook(lambda _, args, out: seen.append(args[0]))
+    causal_log_probs(model, TOKENS, LENGTHS)  # the comparison
+    seen.clear()
     mask = torch.zeros(N, dtype=torch.bool)
     mask[[5, 30]] = True  # in the first and the last of the sequences
     causal_log_probs(model, TOKENS, LENGTHS, mask)
@@ -88,23 +95,19 @@ def test_nothing_behind_the_last_kept_token_is_computed():
 def test_nothing_to_score_computes_nothing():
     model = model_of("llama")
     nothing = torch.zeros(N, dtype=torch.bool)
-    assert not causal_log_probs(model, TOKENS, LENGTHS, nothing).any()
+    assert not causal_log_probs(model, TOKENS, LENGTHS, nothing).log_probs.any()
     empty = causal_log_probs(model, TOKENS[:0], [], entropy=True)
     assert [len(values) for values in empty] == [0, 0]
     hooked = model_of("llama")
     hooked.register_forward_hook(lambda *_: pytest.fail("the model was called"))
-    assert not causal_log_probs(hooked, TOKENS, LENGTHS, nothing).any()
+    assert not causal_log_probs(hooked, TOKENS, LENGTHS, nothing).log_probs.any()
 
 
 @pytest.mark.parametrize("limit", [1, 12, 30, 1000])
 def test_a_forward_takes_no_more_tokens_than_allowed(limit):
     for kind in ("llama", "opt"):
         model = model_of(kind)
-        causal_log_probs(model, TOKENS, LENGTHS)  # the probe
-        seen = []
-        model.get_input_embeddings().register_forward_hook(
-            lambda _, args, out, seen=seen: seen.append(args[0].numel())
-        )
+        seen = counted(model)
         causal_log_probs(model, TOKENS, LENGTHS, max_tokens_per_forward=limit)
         assert max(seen) <= max(limit, max(LENGTHS))
         assert len(seen) == 1 or limit < 1000
@@ -112,7 +115,7 @@ def test_a_forward_takes_no_more_tokens_than_allowed(limit):
 
 def test_bfloat16_rounds_hidden_states_alone():
     model = model_of("qwen2").bfloat16()
-    out = causal_log_probs(model, TOKENS, LENGTHS, MASK)
+    out = causal_log_probs(model, TOKENS, LENGTHS, MASK).log_probs
     exact = definition(copy.deepcopy(model).float(), TOKENS, LENGTHS, MASK)
     rounded = definition(model, TOKENS, LENGTHS, MASK)
     assert out.dtype == torch.float32
@@ -122,7 +125,7 @@ def test_bfloat16_rounds_hidden_states_alone():
 def test_autocast_computes_as_the_model_would():
     model = model_of("qwen2")
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        out = causal_log_probs(model, TOKENS, LENGTHS, MASK)
+        out = causal_log_probs(model, TOKENS, LENGTHS, MASK).log_probs
     assert out.dtype == torch.float32
     close(out, definition(model, TOKENS, LENGTHS, MASK), 0.2)
 
@@ -146,13 +149,9 @@ def test_the_head_multiplies_kept_rows_alone(monkeypatch):
     assert seen == [int(MASK.sum() - MASK[firsts].sum())]
 
 
-def test_a_slower_way_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(capabilities, "_warned", set())
-    with caplog.at_level(logging.WARNING, "fusedrl"):
-        for _ in range(2):
-            causal_log_probs(model_of("opt"), TOKENS, LENGTHS)
-            causal_log_probs(model_of("llama"), TOKENS, LENGTHS)
-    assert [record.getMessage() for record in caplog.records] == [
-        "OPTForCausalLM: its type opt with the attention sdpa is not one of the tested; its "
-        "log-probs are computed from all its logits"
-    ]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", PACKING)
+@torch.no_grad()
+def test_types_that_pack_do_so_in_half_precision(kind, dtype):
+    found = capabilities.capabilities_of(model_of(kind).to(dtype))
+    assert found.parts is not None and found.shares

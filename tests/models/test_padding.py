@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from model_ranks import LONG, longrope, on_a_rank
-from prepared import processes
 from torch import nn
 
 from fusedrl.models import causal_log_probs
@@ -66,7 +64,7 @@ def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
     tokens = TOKENS.clamp(min=1)  # 0 is its padding token
     expected = definition(model, tokens, LENGTHS, MASK)
     close(
-        causal_log_probs(model, tokens, LENGTHS, MASK),
+        causal_log_probs(model, tokens, LENGTHS, MASK).log_probs,
         expected,
         1e-5 if dtype == torch.float32 else 0.1,
     )
@@ -75,7 +73,7 @@ def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
 @torch.no_grad()
 def test_a_model_of_another_make_that_sees_the_width():
     model = Summing()
-    out = causal_log_probs(model, TOKENS, LENGTHS)
+    out = causal_log_probs(model, TOKENS, LENGTHS).log_probs
     row = TOKENS[:17]
     full = model(row[None])["logits"][0, :-1].log_softmax(-1)
     close(out[1:17], full.gather(-1, row[1:, None]).squeeze(-1))
@@ -91,24 +89,3 @@ def test_others_share_padded_batches():
         )
         causal_log_probs(model, TOKENS, LENGTHS)
         assert max(sizes) > 1
-
-
-def test_only_the_ranks_of_a_sharded_model_wait_for_each_other(tmp_path):
-    """One rank scores a model of its own, then both score sharded ones."""
-    workers = [processes.Process(target=on_a_rank, args=(i, str(tmp_path))) for i in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    first, second = (torch.load(tmp_path / str(rank)) for rank in (0, 1))
-    with torch.no_grad():
-        expected = definition(longrope(), *LONG, None)
-    close(first["alone"], expected)
-    close(first["sharded"], expected)
-    close(second["sharded"], expected[:30])
-    for found in (first, second):
-        assert "expected logits of the 100 ids that it embeds, got those of 50" in found["half"]
-        assert "expected logits that this rank has in full, got a DTensor" in found["dtensor"]
-        for text in (found["half"], found["dtensor"]):
-            assert text.endswith("linear_token_log_probs with vocab_offset= and vocab_group=")

@@ -6,6 +6,8 @@ import pytest
 import shared_models
 from rank_pool import RankPool
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
@@ -21,19 +23,21 @@ def three(tmp_path_factory):
     pool.close()
 
 
-@pytest.mark.parametrize("way", shared_models.WAYS)
+# Each of these compiles for 20 seconds.
+WAYS = [
+    pytest.param(way, marks=pytest.mark.slow) if "compiled" in way else way
+    for way in shared_models.WAYS
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_values_and_gradients_are_those_of_one_process(two, way):
     """Also where a rank keeps nothing. Torch multiplies no row with the head: our kernel does."""
-    rows = two.run(shared_models.like_one_process, way, "llama", [0, 1, 2])
-    assert rows == [0, 0]
+    rows = two.run(shared_models.like_one_process, way, "llama", [0, 1, 2, 3])
+    assert all(rows) if way == "fsdp1" else rows == [0, 0]
 
 
-@pytest.mark.parametrize("way", shared_models.SLOW_WAYS)
-def test_values_and_gradients_from_all_logits(two, way):
-    assert all(two.run(shared_models.like_one_process, way, "llama", [0, 1, 2]))
-
-
-@pytest.mark.parametrize("way", ["ddp", "ddp, static", "ddp, adapters", "accelerate", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "ddp, adapters", "accelerate", "fsdp"])
 def test_rows_of_one_rank_share_their_beginnings(two, way):
     """Not so with FSDP, where trying a model takes all ranks."""
     shared = 3 * 44 if way == "fsdp" else 32 + 3 * 12
@@ -41,7 +45,7 @@ def test_rows_of_one_rank_share_their_beginnings(two, way):
 
 
 def test_tied_weights_in_a_group_with_the_norm(two):
-    two.run(shared_models.like_one_process, "accelerate, fsdp2", "qwen2", [0, 1])
+    two.run(shared_models.like_one_process, "fsdp", "qwen2", [0, 1])
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])  # tied, and with a softcap
@@ -55,14 +59,6 @@ def test_experts(two):
     assert two.run(shared_models.like_one_process, "fsdp", "mixtral", [0, 1, 2]) == [0, 0]
 
 
-def test_weights_are_gathered_as_often_as_for_one_batch(two):
-    """And once more for each further pass, if a limit asks for them."""
-    for ours, own in two.run(shared_models.collectives, None):
-        assert ours == own + 2  # what ranks agree on, before and after
-    for ours, own in two.run(shared_models.collectives, 300):
-        assert ours > 2 * own
-
-
 def test_a_killed_rank_ends_the_wait_of_others(tmp_path):
     pool = RankPool(2, tmp_path)
     try:
@@ -71,10 +67,6 @@ def test_a_killed_rank_ends_the_wait_of_others(tmp_path):
         assert text is None and error
     finally:
         pool.close()
-
-
-def test_one_hundred_batches(two):
-    two.run(shared_models.like_one_process, "fsdp", "llama", list(range(100)))
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from fusedrl.models.capabilities import capabilities_of
+
 VOCAB = 100
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -91,3 +93,13 @@ def definition(model: Any, tokens: Tensor, lengths: list[int], mask: Tensor | No
         rows.append(picked)
     packed = torch.cat(rows)
     return packed if mask is None else packed * mask
+
+
+def counted(model: Any) -> list[int]:
+    """How many tokens each call of a model embeds from now on, after its comparison."""
+    counts: list[int] = []
+    inputs = model.get_input_embeddings()
+    inputs.register_forward_hook(lambda module, args, output: counts.append(args[0].numel()))
+    capabilities_of(model)
+    counts.clear()
+    return counts

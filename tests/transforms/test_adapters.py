@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torchrl.collectors.llm import LLMCollector
-from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import RetrieveKL
 
@@ -43,18 +42,6 @@ def test_gradients_reach_the_adapters_alone(wrap, lora):
     sum(row.sum() for row in rows(out, "kl_penalty")).backward()
     for name, parameter in lora.named_parameters():
         assert (parameter.grad is not None) == ("lora_" in name), name
-
-
-def test_in_a_collector(lora, tokenizer, chat_env):
-    policy = TransformersWrapper(
-        lora, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 4, "do_sample": True}
-    )
-    env = chat_env(RetrieveKL("from_collector", coeff=0.1))
-    assert REF in env.observation_spec.keys(True, True)
-    collector = LLMCollector(env=env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
-    (batch,) = list(collector)
-    collector.shutdown()
-    assert any(row.any() for row in rows(batch.reshape(-1)["next"], "kl_penalty"))
 
 
 def test_a_policy_without_adapters_needs_a_reference(policy, chat_env, generating_policy):

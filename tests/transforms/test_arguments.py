@@ -40,12 +40,6 @@ def test_each_old_name_warns_once_and_at_its_caller(caught):
     assert {(w.category, w.filename) for w in caught} == {(DeprecationWarning, __file__)}
 
 
-def test_the_caller_is_warned_past_the_metaclass_of_a_transform_that_may_run_in_ray(caught):
-    with pytest.raises(ValueError, match=r"ref_model: .* neither"):
-        KLRewardTransform(coeff=1.0)
-    assert [(w.category, w.filename) for w in caught] == [(DeprecationWarning, __file__)]
-
-
 @pytest.mark.usefixtures("caught")
 def test_both_names_are_refused():
     with pytest.raises(TypeError, match=r"coef: expected it or coeff.*got both"):
@@ -59,9 +53,3 @@ def test_both_names_are_refused():
 def test_the_present_names_do_not_warn(caught):
     KLComputation(GEN, ref_log_probs_full_key=REF, coeff=1.0)
     assert not caught
-
-
-@pytest.mark.parametrize("old", renamed_arguments.RENAMED)
-def test_refusing_an_old_name_tells_the_new_one(old):
-    with pytest.raises(TypeError, match=f"{old}: .*{renamed_arguments.RENAMED[old]}"):
-        renamed_arguments.refuse({old: 1})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from chat_templates import (
     BRACKETS,
     CHANNEL,
@@ -117,26 +116,6 @@ def test_the_kl_is_of_the_tokens_that_score_counts(policy, reference, tokenizer,
         assert (kl != 0).tolist() == [turn >= 0 for turn in expected]
 
 
-def test_the_template_that_torchrl_chooses_gives_the_same(policy, tokenizer):
-    """For a tokenizer without markers, which the score would render in its own way."""
-    messages = CHATS["system"]
-    batch = RetrieveLogProb(policy()).read(data_of(messages))
-    expected = scored(messages, tokenizer, _CHAT_TEMPLATES["chatml_format"])
-    assert batch.tokens.tolist() == expected.token_ids
-    assert batch.mask.tolist() == [turn >= 0 for turn in expected.turns]
-    assert words(expected) == "bd"
-
-
-def test_what_the_user_says_first_is_not_the_assistants(policy, tokenizer):
-    """torchrl finds the content in the text, where it stands first."""
-    template = without_markers(CHATML)
-    messages = CHATS["the user says it first"]
-    assert words(scored(messages, tokenizer, template)) == "4<|im_end|>"
-    batch = RetrieveLogProb(policy(chat_template=template)).read(data_of(messages))
-    ids = batch.tokens[batch.mask].tolist()
-    assert tokenizer.decode(ids) == "4<|im_end|>" and ids[-1] == batch.tokens[-2]
-
-
 def test_a_character_of_several_tokens_counts_to_its_end(policy, tokenizer):
     """transformers marks the first of them alone where a block ends with it."""
     messages = chat(("user", "a"), ("assistant", "ok \U0001f9ff"))
@@ -167,35 +146,6 @@ def _marked(transform: RetrieveLogProb, messages: Messages, side: str = "left", 
     return marked["assistant_masks"].bool()
 
 
-@pytest.mark.parametrize("option", ["continue_final_message", "sanitize_control_tokens"])
-def test_arguments_that_go_with_no_mask_are_refused(policy, option):
-    transform = RetrieveLogProb(policy(), tokenizer_kwargs={option: True})
-    with pytest.raises(ValueError, match=f"tokenizer_kwargs: expected {option} not to be set"):
-        transform.read(data_of(CHATS["one turn"]))
-
-
-def test_a_tokenizer_that_tells_no_characters_is_refused(policy, tokenizer):
-    class Slow:
-        is_fast = False
-        chat_template = None
-
-    transform = RetrieveLogProb(policy(), tokenizer=Slow())
-    with pytest.raises(ValueError, match=r"tokenizer: expected a fast tokenizer.*got Slow"):
-        transform.read(data_of(CHATS["one turn"]))
-
-
-def test_variables_of_the_template_reach_every_rendering(policy, tokenizer):
-    template = without_markers(CHATML).replace(
-        "message.content +", "message.content + (tail or '') +"
-    )
-    messages = CHATS["system"]
-    wrapper = policy(chat_template=template)
-    plain = RetrieveLogProb(wrapper).read(data_of(messages))
-    assert tokenizer.decode(plain.tokens[plain.mask]) == "b<|im_end|>d<|im_end|>"
-    mask = _marked(RetrieveLogProb(wrapper), messages, tail="!")
-    assert int(mask.sum()) == int(plain.mask.sum()) + 2
-
-
 def test_turns_in_several_blocks_are_told_apart(tokenizer):
     """torchrl's template for Qwen marks what a turn says and each call of a tool."""
     call = {"name": "add", "arguments": {"a": 1}}
@@ -211,22 +161,3 @@ def test_turns_in_several_blocks_are_told_apart(tokenizer):
         text[turn] += part
     assert text[1].startswith("I add.") and text[1].count('"arguments": {"a": 1}}') == 2
     assert text[3] == "2" and set(text) == {-1, 1, 3}
-
-
-def test_an_error_of_the_template_is_its_own(policy):
-    template = "{{ raise_exception('roles must alternate') }}"
-    transform = RetrieveLogProb(policy(chat_template=template))
-    with pytest.raises(Exception, match=r"^roles must alternate"):
-        transform.read(data_of(CHATS["one turn"]))
-
-
-def test_every_offset_is_covered():
-    """A space that a tokenizer leaves out is the next token's, padding spells nothing."""
-    from fusedrl.assistant_tokens import Span, covering, tokens_in
-
-    offsets = torch.tensor([[0, 2], [3, 4], [3, 4], [5, 7]])
-    assert covering(offsets).tolist() == [[0, 2], [2, 4], [3, 4], [4, 7]]
-    assert tokens_in([Span(0, 1), Span(2, 3), Span(4, 5)], offsets).tolist() == [-1, 1, -1, 2]
-    assert tokens_in([Span(3, 4)], offsets).tolist() == [-1, 0, 0, -1]
-    assert tokens_in([Span(4, 4)], offsets).tolist() == [-1, -1, -1, -1]
-    assert tokens_in([], offsets[:0]).tolist() == []

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import AsyncEnvPool, StepCounter, TransformedEnv
-from torchrl.envs.llm import ChatEnv
-from torchrl.envs.llm.transforms import DataLoadingPrimer, PolicyVersion
+from torchrl.envs import StepCounter
 from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTransform
-from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm.grpo import MCAdvantage
 
 import fusedrl
 from fusedrl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 
-from .conftest import QUESTIONS, OneReward
 from .dialogs import assert_rows_equal, rows
 
 GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
@@ -60,12 +56,6 @@ def check(batch: TensorDictBase, turns: int) -> None:
     assert_rows_equal(rows(data, "reward"), [1 - COEFF * row.unsqueeze(-1) for row in kl])
 
 
-def test_torchrl_cannot(reference, chat_env, collect):
-    """It asks for the collector when specs are read, before there is one."""
-    with pytest.raises(ValueError, match="collector is not set"):
-        collect(chat_env(TorchrlRetrieveKL("from_collector", reference())))
-
-
 @pytest.mark.parametrize("turns", [2, 4])
 @pytest.mark.parametrize("flatten", [False, True])
 def test_batches_of_turns(transform, chat_env, collect, turns, flatten):
@@ -75,13 +65,6 @@ def test_batches_of_turns(transform, chat_env, collect, turns, flatten):
     for batch in batches:
         assert batch.shape == ((turns,) if flatten else (2, turns // 2))
         check(batch, turns)
-
-
-def test_the_log_probs_are_the_policys_own(transform, chat_env, collect, policy):
-    for batch in collect(chat_env(transform)):
-        data = batch.reshape(-1)
-        scored = RetrieveLogProb(policy(), log_probs_full_key=GEN)(data.select("history"))
-        assert_rows_equal(rows(data["next"], GEN), rows(scored, GEN))
 
 
 def test_new_weights_are_seen_at_once(transform, chat_env, collect, tokenizer, policy_model, wrap):
@@ -96,29 +79,6 @@ def test_new_weights_are_seen_at_once(transform, chat_env, collect, tokenizer, p
         assert_rows_equal(rows(data["next"], GEN), rows(scored, GEN))
         with torch.no_grad():
             model.lm_head.weight.mul_(0.5)
-
-
-def test_replay_buffer(transform, chat_env, collect):
-    buffer = ReplayBuffer(storage=LazyStackStorage(20), batch_size=3)
-    for nothing in collect(chat_env(transform), replay_buffer=buffer):
-        assert nothing is None
-    assert len(buffer) == 8
-    check(buffer.sample(), 3)
-
-
-def test_as_a_transform_of_a_replay_buffer(policy, reference, chat_env, collect):
-    """Scored when sampled, by whatever the models are then; torchrl's own transforms write into
-    what the buffer stores, so that a reward would be penalised at each sampling."""
-    scoring = RetrieveKL(policy(), reference(), add_to_reward=False)
-    buffer = ReplayBuffer(storage=LazyStackStorage(20), batch_size=3, transform=scoring)
-    for _ in collect(chat_env(), replay_buffer=buffer):
-        pass
-    assert "kl_penalty" not in buffer.storage[0]["next"]
-    for _ in range(2):
-        data = buffer.sample()["next"]
-        pairs = zip(rows(data, GEN), rows(data, REF), strict=True)
-        assert_rows_equal(rows(data, "kl_penalty"), [gen - ref for gen, ref in pairs])
-        assert (data["reward"] == 1).all()
 
 
 class FullLogProbs(torch.nn.Module):
@@ -194,42 +154,6 @@ def test_groups_of_first_and_later_turns(
     assert all(turn["advantage"].isfinite().all() for turn in stored)
 
 
-@pytest.mark.parametrize("only_last", [False, True])
-def test_completed_trajectories(transform, chat_env, collect, only_last):
-    env = chat_env(StepCounter(2), transform)
-    turns = [
-        batch.numel()
-        for batch in collect(
-            env, yield_completed_trajectories=True, yield_only_last_steps=only_last
-        )
-        if check(batch, 4) is None
-    ]
-    assert turns == ([4] if only_last else [4, 4])
-
-
-def test_factories_of_environment_and_policy(transform, chat_env, collect, generating_policy):
-    collector = collect(
-        lambda: chat_env(transform), policy=None, policy_factory=lambda: generating_policy
-    )
-    for batch in collector:
-        check(batch, 4)
-
-
-@pytest.mark.parametrize("tracker", [True, PolicyVersion])
-def test_policy_version(transform, chat_env, collect, tracker):
-    tracker = tracker if tracker is True else tracker()
-    for batch in collect(chat_env(transform), track_policy_version=tracker):
-        check(batch, 4)
-        assert (batch["next", "policy_version"] == 0).all()
-
-
-def test_postproc(policy, reference, chat_env, collect):
-    """Scored after collection, over the whole batch at once."""
-    postproc = RetrieveKL(policy(), reference(), coeff=COEFF)
-    for batch in collect(chat_env(), postproc=postproc, flatten_data=True):
-        check(batch, 4)
-
-
 class TestGetNewVersion:
     """The policy is asked for a version that scores; what it answers is what scores."""
 
@@ -263,74 +187,3 @@ class TestGetNewVersion:
             "log_probs_key": "log_probs",
         }
         assert {key: options[key] for key in expected} == expected
-
-    def test_own_keys(self, reference, chat_env, collect, asked):
-        options = {
-            "gen_log_probs_full_key": ("mine", "full"),
-            "ref_log_probs_full_key": ("theirs", "full"),
-            "kl_key": "kl",
-        }
-        env = chat_env(RetrieveKL("from_collector", reference(), **options))
-        for batch in collect(env):
-            data = batch.reshape(-1)["next"]
-            pairs = zip(rows(data, ("mine", "full")), rows(data, ("theirs", "full")), strict=True)
-            assert_rows_equal(rows(data, "kl"), [gen - ref for gen, ref in pairs])
-        assert asked[0]["log_probs_key"] == "mine"
-
-    def test_the_policy_keeps_its_settings(
-        self, transform, chat_env, collect, asked, generating_policy
-    ):
-        def settings() -> dict[str, Any]:
-            values = vars(generating_policy).items()
-            return {key: dict(x) if type(x) is dict else x for key, x in values if key[0] != "_"}
-
-        before = settings()
-        for _ in collect(chat_env(transform)):
-            pass
-        assert settings() == before
-
-
-class TestAsyncEnvPool:
-    """Environments of one dialog, each in a thread; torchrl's pool takes no larger ones."""
-
-    @pytest.fixture
-    def pool(self, tokenizer) -> Callable[..., AsyncEnvPool]:
-        def one_env(transform: RetrieveKL) -> TransformedEnv:
-            loader = torch.utils.data.DataLoader(
-                [{"query": question} for question in QUESTIONS * 4],
-                collate_fn=lambda batch: TensorDict(
-                    query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
-                ),
-            )
-            env = TransformedEnv(ChatEnv(batch_size=(1,), tokenizer=tokenizer))
-            for part in (DataLoadingPrimer(dataloader=loader), OneReward(), StepCounter(2)):
-                env.append_transform(part)
-            return env.append_transform(transform)
-
-        def pool(make: Callable[[], RetrieveKL]) -> AsyncEnvPool:
-            # One waits for the other: torchrl's collector cannot take a first turn of one dialog
-            # and a second turn of another at the same time.
-            envs = [lambda: one_env(make())] * 2
-            pool = AsyncEnvPool(envs, backend="threading", stack="lazy")
-            pool.min_get = 2
-            return pool
-
-        return pool
-
-    OPTIONS: ClassVar[dict[str, Any]] = {
-        "yield_completed_trajectories": True,
-        "dialog_turns_per_batch": 2,
-    }
-
-    def test_models_that_are_given(self, policy, reference, pool, collect):
-        env = pool(lambda: RetrieveKL(policy(), reference(), coeff=COEFF))
-        batches = list(collect(env, **self.OPTIONS))
-        assert len(batches) == 4
-        for batch in batches:
-            check(batch, 2)
-
-    def test_environments_of_a_pool_do_not_know_the_collector(self, reference, pool, collect):
-        """torchrl registers a collector with the pool alone; ours says what to do instead."""
-        env = pool(lambda: RetrieveKL("from_collector", reference()))
-        with pytest.raises(ValueError, match=r"run by a collector.* or pass gen_model"):
-            next(iter(collect(env, **self.OPTIONS)))

@@ -65,27 +65,9 @@ class TestPrivateAccess:
         assert isinstance(columns.columns_of(data), columns.Columns)
         check(samples, KLComputation(coeff=0.1)(data))
 
-    def test_a_subclass_gives_the_same_numbers(self, samples):
-        data = KLComputation(coeff=0.1)(_subclassed(samples))
-        check(samples, data)
-
-    def test_a_locked_stack_is_refused_by_tensordict(self, samples):
-        with pytest.raises(RuntimeError, match="locked"):
-            KLComputation()(_locked(samples))
-
-    def test_one_sample_with_a_tensor_subclass_reads_the_same(self, samples):
-        samples[1][GEN] = torch.nn.Parameter(samples[1][GEN])
-        data = KLComputation(coeff=0.1)(stack(samples))
-        check(samples, data)
-
 
 class TestSamplesThatDiffer:
     """Samples are looked up together, one level of keys after the other."""
-
-    def test_one_locked_sample_makes_the_stack_public(self, samples):
-        data = stack(samples)
-        data.tensordicts[1].lock_()
-        assert isinstance(columns.columns_of(data), columns.Columns)
 
     def test_wrapped_and_plain_log_probs_stand_beside_each_other(self, samples):
         data = stack(samples)
@@ -96,20 +78,6 @@ class TestSamplesThatDiffer:
         for row, sample in zip(reached.get(GEN), samples, strict=True):
             assert row is sample[GEN]
         check(samples, KLComputation(coeff=0.1)(data))
-
-    def test_next_of_no_sample_leaves_the_root_as_the_target(self, samples):
-        reached = columns.target_columns(stack(samples))
-        assert reached.get(REF)[2] is samples[2][REF]
-
-    def test_next_of_some_samples_only_is_for_the_public_interface(self, samples):
-        rows = [TensorDict(next=TensorDict(sample)) for sample in samples]
-        rows[1] = TensorDict(samples[1])
-        assert columns.target_columns(lazy_stack(rows)) is None
-
-    def test_a_tensor_where_others_have_a_tensordict_is_no_column(self, samples):
-        data = stack(samples)
-        data.tensordicts[1]._tensordict[GEN[0]] = torch.zeros(3)
-        assert columns._PLAIN.column([td._tensordict for td in data.tensordicts], GEN) is None
 
     def test_a_row_that_is_negated_lazily_has_the_right_sign(self, samples):
         data = stack(samples)

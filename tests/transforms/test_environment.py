@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data import Composite
 from torchrl.envs import EnvBase
-from torchrl.envs.llm import DatasetChatEnv
 
 from fusedrl import KLComputation, RetrieveKL, RetrieveLogProb
 
-from .conftest import QUESTIONS, OneReward
-from .dialogs import assert_rows_equal, rows
+from .dialogs import rows
 
 GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
 
@@ -67,55 +64,3 @@ def test_rollout(name, transforms, chat_env, generating_policy):
         check_specs(env, turn["next"])
         if name != "RetrieveLogProb":
             assert all(row.abs().max() > 0.1 for row in rows(turn["next"], "kl_penalty"))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_reset_has_an_empty_row_of_each_observation(name, transforms, chat_env):
-    env = chat_env(*transforms[name]())
-    declared = {GEN, REF, "kl_penalty"} & set(env.observation_spec.keys(True, True))
-    reset = env.reset()
-    assert declared == {GEN, REF, "kl_penalty"} & set(reset.keys(True))
-    assert {tuple(row.shape) for key in declared for row in rows(reset, key)} == {(0,)}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_cloned_environment_steps_alike(name, transforms, chat_env, generating_policy):
-    env = chat_env(*transforms[name]())
-    acted = generating_policy(env.reset())
-    ours, cloned = (
-        e.step(acted.copy())["next"] for e in (env, chat_env(env.transform[2:].clone()))
-    )
-    for key in {GEN, REF, "kl_penalty", "reward"} & set(ours.keys(True)):
-        assert_rows_equal(rows(cloned, key), rows(ours, key))
-
-
-@pytest.mark.parametrize("from_loader", [False, True])
-def test_dataset_chat_env(policy, reference, tokenizer, generating_policy, tmp_path, from_loader):
-    def collate(batch):
-        questions = NonTensorStack(*(x["query"] for x in batch))
-        return TensorDict(query=questions, batch_size=(len(batch),))
-
-    data = [{"query": question} for question in QUESTIONS * 4]
-    if from_loader:
-        loader = torch.utils.data.DataLoader(data, batch_size=2, collate_fn=collate)
-        env = DatasetChatEnv.from_dataloader(loader, tokenizer=tokenizer, batch_size=(2,))
-    else:
-        datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_list(data).to_json(tmp_path / "train.jsonl")
-        env = DatasetChatEnv(
-            dataset=str(tmp_path),
-            split="train",
-            num_envs=2,
-            batch_size_dl=2,
-            tokenizer=tokenizer,
-            collate_fn=collate,
-        )
-    for transform in (OneReward(), RetrieveKL(policy(), reference(), coeff=0.1)):
-        env = env.append_transform(transform)
-    data = env.rollout(2, generating_policy, break_when_any_done=False)
-    for turn in data.unbind(1):
-        check_specs(env, turn["next"])
-        kl = rows(turn["next"], "kl_penalty")
-        assert all(row.abs().max() > 0.1 for row in kl)
-        penalised = [1 - 0.1 * row.unsqueeze(-1) for row in kl]
-        assert_rows_equal(rows(turn["next"], "reward"), penalised)

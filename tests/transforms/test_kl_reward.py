@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
-from torchrl.collectors.llm import LLMCollector
-from torchrl.data import Composite, Unbounded
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer
@@ -16,7 +12,6 @@ from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTran
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import KLRewardTransform
-from fusedrl.transforms import renamed_arguments
 
 from .conftest import QUESTIONS, OneReward
 from .dialogs import assert_rows_equal, rows
@@ -128,14 +123,6 @@ def samples_of(made):
     return [td.clone() for td in made]
 
 
-def test_without_next_the_root_is_written(tokens_reference, reference_model):
-    made = samples()
-    for i, td in enumerate(made):
-        td["reward"] = torch.full((1, 1), 1.0 + i)
-    wanted = expected(reference_model, with_reward(samples(), per_token=False))
-    check(KLRewardTransform(tokens_reference(), coef=COEF)(lazy_stack(made)), wanted)
-
-
 @pytest.mark.parametrize("with_next", [False, True])
 def test_one_sample_without_a_batch(tokens_reference, reference_model, with_next):
     td = with_reward(samples())[0]
@@ -176,12 +163,6 @@ def test_padded_columns(tokens_reference, reference_model, masked, per_token):
     assert not out["kl_penalty"][~attended].any()
 
 
-def test_a_stack_under_a_model_that_pads(tokens_reference, reference_model):
-    made = with_reward(samples())
-    transform = KLRewardTransform(tokens_reference(pad_output=True), coef=COEF)
-    check(transform(lazy_stack(samples_of(made)))["next"], expected(reference_model, made))
-
-
 @pytest.mark.parametrize("pad_output", [False, True])
 def test_the_values_are_those_of_torchrl(tokenizer, wrap, reference_model, pad_output):
     """Where torchrl's runs: in an environment, with dense data or a sample of its own."""
@@ -207,34 +188,6 @@ def test_no_reward_in_the_data_is_a_reward_of_zero(tokens_reference, reference_m
     made = samples()
     data = lazy_stack(samples_of(made))
     check(KLRewardTransform(tokens_reference(), coef=COEF)(data), expected(reference_model, made))
-
-
-def test_without_add_to_reward_the_reward_is_left(tokens_reference):
-    data = lazy_stack(with_reward(samples()))
-    before = [row.clone() for row in rows(data["next"], "reward")]
-    out = KLRewardTransform(tokens_reference(), add_to_reward=False)(data)["next"]
-    assert_rows_equal(rows(out, "reward"), before)
-    assert {"kl_penalty", "ref_log_probs"} <= set(out.keys())
-
-
-@pytest.mark.parametrize("out_keys", [None, ["penalised"]])
-def test_the_references_log_probs_under_the_name_they_had_before(tokens_reference, out_keys):
-    """In torchrl up to 0.10; the key that torchrl has since stays the out key."""
-    transform = KLRewardTransform(tokens_reference(), out_keys=out_keys)
-    out = transform(lazy_stack(with_reward(samples())))["next"]
-    now, before = rows(out, "ref_log_probs"), rows(out, "ref_log_prob")
-    assert all(row.any() for row in now)
-    assert_rows_equal(before, now)
-    assert transform.out_keys[1:] == ["kl_penalty", "ref_log_probs"]
-
-
-@pytest.mark.parametrize("key", ["ref_log_prob", "ref_log_probs", ("info", "ref")])
-def test_three_keys_are_all_that_is_written(tokens_reference, key):
-    transform = KLRewardTransform(tokens_reference(), out_keys=["reward", "kl_penalty", key])
-    data = lazy_stack(with_reward(samples()))
-    before = set(data["next"].keys(True, True))
-    after = set(transform(data)["next"].keys(True, True))
-    assert after - before == {"kl_penalty", key}
 
 
 def test_own_keys(tokens_reference, wrap, reference_model):
@@ -286,41 +239,6 @@ def test_coef_is_a_buffer(tokens_reference, coef):
     out = transform(lazy_stack(with_reward(samples(), per_token=False)))["next"]
     kl, reward = rows(out, "kl_penalty"), rows(out, "reward")
     assert_rows_equal(reward, [1.0 + i - float(coef) * row for i, row in enumerate(kl)])
-
-
-def test_the_model_is_in_the_state_once(tokens_reference):
-    keys = KLRewardTransform(tokens_reference()).state_dict().keys()
-    assert len([key for key in keys if key.endswith("embed_tokens.weight")]) == 1
-
-
-def test_a_pickled_copy_scores_alike(tokens_reference, reference_model):
-    transform = pickle.loads(pickle.dumps(KLRewardTransform(tokens_reference(), coef=COEF)))
-    made = with_reward(samples())
-    check(transform(lazy_stack(samples_of(made)))["next"], expected(reference_model, made))
-
-
-def test_coeff_is_another_name_of_coef(tokens_reference, monkeypatch):
-    monkeypatch.setattr(renamed_arguments, "_warned", set())
-    with pytest.warns(DeprecationWarning, match="coeff is called coef"):
-        assert KLRewardTransform(tokens_reference(), coeff=0.5).coef == 0.5
-
-
-def test_a_model_that_is_replaced_scores(wrap, tokens_reference, reference_model, policy_model):
-    transform = KLRewardTransform(wrap(policy_model, input_mode="tokens"), coef=COEF)
-    transform.ref_model = tokens_reference()
-    made = with_reward(samples())
-    check(transform(lazy_stack(samples_of(made)))["next"], expected(reference_model, made))
-
-
-def test_properties(tokens_reference, tokenizer):
-    reference = tokens_reference()
-    transform = KLRewardTransform(reference, padding_side="right", actor_name="unused")
-    assert isinstance(transform, TorchrlKLRewardTransform)
-    assert transform.tokenizer is reference.tokenizer and transform.padding_side == "right"
-    assert transform.pad_output is reference.pad_output is False
-    assert KLRewardTransform(reference, tokenizer=tokenizer).tokenizer is tokenizer
-    with pytest.warns(DeprecationWarning, match="device"):
-        assert KLRewardTransform(reference, device="cpu").device == torch.device("cpu")
 
 
 def test_bad_arguments_are_refused(tokens_reference):
@@ -448,34 +366,3 @@ class TestEnvironment:
         for key in ("kl_penalty", "ref_log_probs"):
             assert {row.dim() for row in rows(out, key)} == {2}
         assert env.full_reward_spec["reward"].shape == (2, -1, 1)
-
-    def test_a_collector(self, env, generating):
-        collector = LLMCollector(
-            env, policy=generating, dialog_turns_per_batch=2, total_dialog_turns=4
-        )
-        batches = [batch.view(-1)["next"] for batch in collector]
-        assert len(batches) == 2
-        for data in batches:
-            assert all(row.abs().max() > 0.1 for row in rows(data, "kl_penalty"))
-
-
-def test_a_reset_gives_a_zero_under_a_key_of_ones_own(tokenizer, tokens_reference):
-    transform = KLRewardTransform(tokens_reference(), out_keys=["penalised"])
-    env = chat_env(tokenizer, "history", QUESTIONS, transform)
-    assert env.observation_spec["penalised"].shape == (2, -1, 1)
-    out = env.reset()
-    assert not transform.missing_tolerance
-    assert out["penalised"].shape == (2, 1, 1) and not out["penalised"].any()
-
-
-def test_specs_need_no_environment(tokens_reference):
-    spec = Composite(
-        full_observation_spec=Composite(shape=(2,)),
-        full_reward_spec=Composite(reward=Unbounded((2, 1), dtype=torch.float64), shape=(2,)),
-        shape=(2,),
-    )
-    out = KLRewardTransform(tokens_reference()).transform_output_spec(spec)
-    assert out["full_reward_spec", "reward"].shape == (2, -1, 1)
-    assert out["full_reward_spec", "reward"].dtype == torch.float64
-    declared = out["full_observation_spec"]
-    assert set(declared.keys()) == {"kl_penalty"}, "what torchrl carries to the next turn"

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from fusedrl import RetrieveKL, RetrieveLogProb
 
-from .dialogs import CHATS, assert_rows_equal, conversations, rows
+from .dialogs import CHATS, conversations, rows
 
 KEY = ("gen_log_probs", "full")
 TOKENS, ATTENTION = ("tokens", "full"), ("masks", "all_attention_mask")
@@ -83,16 +83,6 @@ def test_a_tokenizer_that_changes_later_is_read_for_itself(policy, reference, to
     assert second.read(conversations(), shared=batch) is not batch
 
 
-def test_a_tokenizer_without_a_padding_token_to_tell_by(wrap, policy, policy_model):
-    """Rows of their own length need none."""
-    expected = rows(RetrieveLogProb(policy(), assistant_only=False)(conversations()), KEY)
-    ids = rows(policy()(conversations()), TOKENS)
-    data = lazy_stack([TensorDict({TOKENS: row}) for row in ids])
-    wrapper = wrap(policy_model, "gen_log_probs", input_mode="tokens", tokenizer=None)
-    out = RetrieveLogProb(wrapper, assistant_only=False)(data)
-    assert_rows_equal(rows(out, KEY), expected)
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("same", [False, True])
@@ -127,14 +117,6 @@ def _ids(policy):
     return rows(policy()(conversations()), TOKENS)
 
 
-def test_masks_that_do_not_fit_are_refused(wrap, policy, policy_model):
-    ids = _ids(policy)
-    data = lazy_stack([TensorDict({TOKENS: r, ATTENTION: torch.ones(3).bool()}) for r in ids])
-    wrapper = wrap(policy_model, input_mode="tokens")
-    with pytest.raises(ValueError, match=r"masks: sample 0: expected an attention mask of"):
-        RetrieveLogProb(wrapper, assistant_only=False)(data)
-
-
 def test_a_mask_that_one_sample_lacks_is_refused(wrap, policy, policy_model):
     """The others would be told by their padding, as if there were no mask."""
     made = [TensorDict({TOKENS: row, ATTENTION: row > 0}) for row in _ids(policy)]
@@ -142,17 +124,3 @@ def test_a_mask_that_one_sample_lacks_is_refused(wrap, policy, policy_model):
     transform = RetrieveLogProb(wrap(policy_model, input_mode="tokens"), assistant_only=False)
     with pytest.raises(ValueError, match=r"'all_attention_mask'.* got none in sample 1"):
         transform(lazy_stack(made))
-
-
-@pytest.mark.parametrize(
-    ("mode", "key", "message"),
-    [
-        ("history", ("history", "full"), "expected a History under"),
-        ("text", ("text", "full"), "expected strings under"),
-    ],
-)
-def test_input_of_another_kind_is_refused(wrap, policy_model, mode, key, message):
-    data = TensorDict({key: torch.ones(2, 3)}, batch_size=2)
-    transform = RetrieveLogProb(wrap(policy_model, input_mode=mode), assistant_only=False)
-    with pytest.raises(TypeError, match=message):
-        transform(data)

@@ -9,10 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import Compose
-from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTransform
-from torchrl.envs.llm.transforms import RetrieveKL as TorchrlRetrieveKL
 
-from fusedrl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from fusedrl import KLComputation, KLRewardTransform, RetrieveKL
 
 from .dialogs import GEN, LENGTHS, REF, assert_rows_equal, conversations, rows
 from .test_kl_reward import samples, with_reward
@@ -95,22 +93,3 @@ def test_what_is_sampled_is_penalised_as_it_was_stored(penalty, storage):
     stored = lazy_stack([buffer.storage[index] for index in range(len(LENGTHS))])
     assert "kl_penalty" not in stored["next"]
     assert_rows_equal(rows(stored["next"], "reward"), rows(make()["next"], "reward"))
-
-
-@pytest.mark.parametrize("invert", [False, True])
-def test_log_probs_are_those_of_a_call(policy, invert):
-    transform = RetrieveLogProb(policy(), log_probs_full_key=GEN)
-    buffer = buffer_of(transform, invert=invert)
-    buffer.extend(chats())
-    alone = RetrieveLogProb(policy(), log_probs_full_key=GEN)(chats())
-    assert_rows_equal(rows(buffer.sample()["next"], GEN), rows(alone["next"], GEN))
-    assert (GEN in buffer.storage[0]["next"].keys(True)) == invert
-
-
-def test_torchrl_cannot_on_what_is_written(wrap, reference_model, policy, reference):
-    """It calls what reads the root of a transition, where there is no reward."""
-    reward = TorchrlKLRewardTransform(wrap(reference_model, input_mode="tokens"))
-    with pytest.raises(KeyError, match="'reward' not found"):
-        buffer_of(reward, invert=True).extend(answers())
-    with pytest.raises(NotImplementedError):
-        buffer_of(TorchrlRetrieveKL(policy(), reference()), invert=True).extend(chats())

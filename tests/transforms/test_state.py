@@ -7,13 +7,12 @@ import pickle
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose
 from torchrl.envs.llm import transforms as torchrl_transforms
 
 import fusedrl
-from fusedrl import KLComputation, RetrieveKL, RetrieveLogProb
+from fusedrl import RetrieveKL
 
 from .dialogs import assert_rows_equal, rewarded, rows
 
@@ -64,22 +63,6 @@ class TestDeferred:
         assert (ours != before) == (name in ("observation", "reward", "output"))
         assert len(deferred.transforms) == 2, "still deferred"
 
-    @pytest.mark.parametrize("name", SPECS)
-    def test_torchrl_asks_for_the_collector(self, reference, name):
-        theirs = torchrl_transforms.RetrieveKL("from_collector", reference())
-        with pytest.raises(ValueError, match="container is not set"):
-            getattr(theirs, f"transform_{name}_spec")(SPECS[name]())
-
-    @pytest.mark.parametrize("method", ["_inv_call", "inv"])
-    def test_inverses_change_nothing(self, deferred, method):
-        data = TensorDict({"action": torch.ones(2)}, batch_size=(2,))
-        out = getattr(deferred, method)(data.clone())
-        assert (out == data).all() and set(out.keys()) == {"action"}
-
-    def test_a_reset_needs_no_collector(self, deferred):
-        data = TensorDict(batch_size=(2,))
-        assert deferred._reset(data, data) is data
-
     @pytest.mark.parametrize("copied", ["clone", "pickle", "deepcopy"])
     def test_copies_are_still_deferred(self, deferred, copied, chat_env, generating_policy):
         other = COPIES[copied](deferred)
@@ -98,19 +81,6 @@ class TestCopiesAndState:
         for key in (GEN, REF, "kl", "reward"):
             assert_rows_equal(rows(ours, key), rows(theirs, key))
 
-    @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-    def test_copies_of_the_parts(self, policy, copied):
-        for part in (RetrieveLogProb(policy()), KLComputation(REF, GEN, kl_key="kl", coeff=0.5)):
-            other = copied(part)
-            assert type(other) is type(part) and other.out_keys == part.out_keys
-            assert other.in_keys == part.in_keys
-
-    def test_clones_share_the_models_and_pickles_do_not(self, policy):
-        transform = RetrieveLogProb(policy())
-        assert transform.clone().model.model is transform.model.model
-        pickled = COPIES["pickle"](transform).model.model
-        assert pickled is not transform.model.model
-
     @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL", "KLComputation"])
     def test_the_state_is_torchrls(self, policy, reference, name):
         """A checkpoint of torchrl's transform loads into ours, and the other way round."""
@@ -121,11 +91,3 @@ class TestCopiesAndState:
         assert list(ours.state_dict()) == list(theirs.state_dict())
         ours.load_state_dict(theirs.state_dict())
         assert bool(ours.state_dict()) == (name != "KLComputation")
-
-    def test_empty_cache(self, retrieve_kl, chat_env):
-        transform = retrieve_kl()
-        env = chat_env(transform)
-        spec = env.observation_spec.clone()
-        for part in (*transform, transform, env):
-            part.empty_cache()
-        assert env.observation_spec == spec

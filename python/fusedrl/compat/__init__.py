@@ -15,9 +15,9 @@ To add a word to ``compat/<library>.py``:
   "_b"), "why")``, a tuple of these names. An override in a class body is written under the
   library's name, and stands here only to be checked.
 
-``tests/compat/test_<library>.py`` looks all of them up, and has a test of its own where a name can
-stay and mean something else. ``tests/compat/test_private_names.py`` fails where a private name of a
-library is used elsewhere.
+``tests/compat/test_names.py`` looks all of them up, and ``test_<library>.py`` has a test where a
+name can stay and mean something else. ``tests/compat/test_private_names.py`` fails where a private
+name of a library is used elsewhere.
 
 In ``pyproject.toml`` each of these libraries ends before the next minor version after ``tried``: a
 release that drops a name can fail in the middle of a training run, and one that keeps a name and

@@ -232,6 +232,11 @@ def has_hooks(module: nn.Module) -> bool:
     return any(not _of_ranks(hook) for kind in hooks for hook in kind.values())
 
 
+def hooks_of(module: nn.Module) -> list[int]:
+    """The numbers of the hooks that run at a module's call, which no other hook ever has."""
+    return [number for name in _FORWARD_HOOKS for number in getattr(module, name)]
+
+
 def _of_ranks(hook: Any) -> bool:
     return getattr(hook, "__module__", None) in (_FSDP_STATE, _TENSOR_PARALLEL)
 

@@ -2,8 +2,9 @@
 
 The decoder and the head that a model names may not be the whole model. It may mix the sequences
 that share a row, and padding or a longer call may change its numbers. Each of these would give
-log-probs that look plausible and are wrong. So only types that are tested are taken apart, and only
-if they agree with their own logits where they are used. Others are slow and right.
+log-probs that look plausible and are wrong. So only types that are tested are taken apart
+(``split.py``), and only if they agree with their own logits where they are first used. Others are
+slow and right.
 """
 
 from __future__ import annotations
@@ -11,26 +12,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from fusedrl.compat.torch import is_compiled_function
-from fusedrl.compat.transformers import attention_of
-from fusedrl.models.comparison import Verdict, Way, compare_batch, compare_parts
-from fusedrl.models.forwards import SHARING
+from fusedrl.compat.torch import hooks_of, is_compiled_function
+from fusedrl.models.comparison import Verdict, compare_batch, compare_parts
 from fusedrl.models.lengths import shared_below
 from fusedrl.models.ranks import Step
-from fusedrl.models.signature import modules_of, signature
 from fusedrl.models.split import (
     CannotSplit,
     Parts,
     autocast_of,
-    chain_of,
     compiler_of,
     device_of,
+    modules_of,
     split,
     vocabulary_of,
 )
@@ -70,14 +67,12 @@ _warned: set[tuple[type, str]] = set()
 def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> Capabilities | None:
     """What is known of a model, without a forward pass of it; ``None`` if it has to be compared.
 
-    What is known holds while the :func:`fusedrl.models.signature.signature` is the same.
-
     Args:
         model: the model, or a module around it.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
     """
     parts, below, now = _look_at(model, kwargs or {})
-    found = next((verdict for key, verdict in _verdicts.get(model, ()) if key == now), None)
+    found = next((verdict for then, verdict in _verdicts.get(model, ()) if then == now), None)
     return None if found is None else _allowed(parts, below, found)
 
 
@@ -101,72 +96,79 @@ def capabilities_of(
     known = known_capabilities(model, kwargs) if step is None else None
     if known is not None:
         return known
-    parts, below, key = _look_at(model, kwargs or {})
-    verdict = Verdict(Way.PADDED)
-    if parts is not None:
-        verdict = _compared_parts(parts, below, step or Step(None))
-    if verdict.why:
-        _warn(model, verdict.why)
-    if verdict.way == Way.PADDED:
-        verdict = _compared_batch(model, known_ids, kwargs or {})
-    if verdict.telling:  # zeros, such as those of a new head, tell nothing
-        _verdicts[model] = [(key, verdict), *_verdicts.get(model, ())][:KEPT]
+    parts, below, now = _look_at(model, kwargs or {}, warns=True)
+    if parts is None:
+        ids = vocabulary_of(model) or known_ids
+        verdict = compare_batch(model, device_of(model), ids, kwargs or {})
+        if verdict.telling and not verdict.agrees:
+            _warn(model, "sequences in a padded batch do not get the numbers of each alone")
+    else:
+        verdict = _compared_parts(model, parts, below, step or Step(None))
+    if verdict.telling:
+        _verdicts[model] = [(now, verdict), *_verdicts.get(model, ())][:KEPT]
     return _allowed(parts, below, verdict)
 
 
 def _allowed(parts: Parts | None, below: int | None, verdict: Verdict) -> Capabilities:
-    parts = parts if verdict.way == Way.PACKED else None
-    together = verdict.way != Way.ALONE
-    return Capabilities(parts, together, below, verdict.autocast, verdict.shares)
+    parts = parts if verdict.agrees else None
+    return Capabilities(parts, verdict.agrees, below, verdict.autocast, verdict.shares)
 
 
-def _look_at(model: Any, kwargs: Mapping[str, Any]) -> tuple[Parts | None, int | None, Any]:
+def _look_at(
+    model: Any, kwargs: Mapping[str, Any], warns: bool = False
+) -> tuple[Parts | None, int | None, Any]:
     """A model's parts, the length that matters to it, and what must be the same for a verdict."""
-    modules = modules_of(model)
-    below = shared_below(modules)
     try:
         parts = split(model)
     except CannotSplit as why:
-        _warn(model, str(why))
-        key = signature(modules, (), below, sorted(kwargs), autocast_of(device_of(model)))
-        return None, below, key
-    # DDP counts its steps in attributes.
-    ends = [m for m in chain_of(model) if not isinstance(m, DistributedDataParallel)]
-    autocast = autocast_of(parts.weight.device)
-    ends += [parts.decoder, parts.head]
-    return parts, below, signature(modules, ends, below, "parts", autocast)
+        if warns:
+            _warn(model, str(why))
+        parts = None
+    config = getattr(model if parts is None else parts.base, "config", None)
+    below = shared_below(config)
+    autocast = autocast_of(device_of(model) if parts is None else parts.weight.device)
+    return parts, below, (_state(model), _copied(config), parts is None, autocast, sorted(kwargs))
 
 
-def _compared_parts(parts: Parts, below: int | None, step: Step) -> Verdict:
+def _state(model: nn.Module) -> list[Any]:
+    """The types, forwards, modes and hooks of a model and all in it, none of them kept alive.
+
+    A verdict holds while they, the configuration and autocast are as they were. What has to hold of
+    the model around its decoder is looked at in each call (``split``), and the values of weights
+    do not matter.
+    """
+    modules = modules_of(model)
+    found: list[Any] = [ref(kind.forward) for kind in dict.fromkeys(map(type, modules))]
+    for module in modules:
+        own = vars(module).get("forward")
+        known = (ref(type(module)), module.training, own and ref(own), *hooks_of(module))
+        found.append(known)
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """A copy of settings to compare with."""
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_copied, value))
+    return _copied(vars(value)) if hasattr(value, "model_type") else value
+
+
+def _compared_parts(model: Any, parts: Parts, below: int | None, step: Step) -> Verdict:
     """A verdict that all ranks share."""
-    verdict = Verdict(Way.ALONE)
+    verdict, why = Verdict(), ""
     for first in FIRST_IDS:
+        why = "its decoder and head do not compute its own logits in a row of several sequences"
         try:
             verdict = compare_parts(parts, below, first)
-        except Exception as error:  # its forward takes other arguments than those of transformers
-            verdict = Verdict(Way.PADDED, f"trying it raised {error!r}")
-        way = Way(step.agree(passes=verdict.way)[1])
-        if way != verdict.way:
-            verdict = Verdict(way, verdict.why or "it is so on another rank")
-        if way != Way.ALONE:
-            break
-    return verdict
-
-
-def _compared_batch(model: Any, known_ids: int, kwargs: Mapping[str, Any]) -> Verdict:
-    try:
-        vocabulary = vocabulary_of(model) or known_ids
-        verdict = compare_batch(model, device_of(model), vocabulary, kwargs)
-    except Exception:  # the caller sees the error again when the model really runs
-        return Verdict(Way.ALONE, telling=False)
-    if verdict.ahead and getattr(getattr(model, "config", None), "is_decoder", None) is False:
-        raise TypeError(
-            f"model: expected a causal language model, got {type(model).__name__}, whose logits "
-            "see later tokens; load a causal one, or this one with is_decoder=True"
-        )
-    if verdict.why:
-        _warn(model, verdict.why)
-    return verdict
+        except Exception as error:  # which may not happen again
+            verdict, why = Verdict(telling=False), f"trying it raised {error!r}"
+        differs, _ = step.agree(tries=not verdict.agrees)
+        if not differs:
+            return verdict
+    _warn(model, why)
+    return verdict._replace(agrees=False)
 
 
 def _warn(model: Any, why: str) -> None:
@@ -176,33 +178,18 @@ def _warn(model: Any, why: str) -> None:
         logger.warning("%s: %s; its log-probs are computed from all its logits", kind, why)
 
 
-def sharing_parts(model: Any) -> Parts | None:
-    """Decoder and head of a model whose type and attention can share beginnings; it logs nothing.
-
-    ``None`` for others, and for a model that has to be gathered for each forward pass.
-    """
-    try:
-        parts = split(model)
-    except CannotSplit:
-        return None
-    return parts if attention_of(parts.config) in SHARING and not parts.gathered else None
-
-
 def may_share(model: nn.Module, parts: Parts) -> bool:
     """Whether a model that can share beginnings may do so now, which no verdict knows.
 
     Dropout would be drawn once for all sequences, and a compiled decoder be compiled once more for
     each tree.
     """
-    modules = modules_of(model)
-    if parts.decode is not parts.decoder or any(map(_is_compiled, modules)):
-        return False
-    return not any(module.training and _drops(module) for module in modules)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled as itself, or its forward is."""
-    return is_compiled_function(module.forward) or compiler_of(module) is not None
+    for module in modules_of(model):
+        if is_compiled_function(module.forward) or compiler_of(module) is not None:
+            return False
+        if module.training and _drops(module):
+            return False
+    return parts.decode is parts.decoder
 
 
 def _drops(module: nn.Module) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from torch import nn
 
 from fusedrl.compat.torch import buffers_of, parameters_of
 
@@ -17,24 +15,22 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _OFFSET = 8
 
 
-def shared_below(modules: Sequence[nn.Module]) -> int | None:
+def shared_below(config: Any) -> int | None:
     """Sequences that are shorter than this get the same results whatever else is in the call.
 
-    ``modules`` are the model and all modules in it. ``None`` if no rotary embedding of the model
-    says that it depends on the length of the call; 0 if it does not say from which length on.
+    ``None`` if no rotary embedding of the configuration says that it depends on the length of the
+    call; 0 if it does not say from which length on.
     """
-    settings = [*_settings(getattr(modules[0], "config", None))]
-    settings += [vars(module) for module in modules if "rope_type" in vars(module)]
+    settings = [*_settings(config)]
     if not any(_follows(x.get("rope_type", x.get("type"))) for x in settings):
         return None
-    told = [x.get(name) for x in settings for name in (*_TRAINED, "original_max_seq_len")]
+    told = [x.get(name) for x in settings for name in _TRAINED]
     return min((length for length in told if isinstance(length, int)), default=0)
 
 
 def _follows(rope_type: Any) -> bool:
-    """Whether a rotary type, or one of those by layer type, depends on the length of the call."""
-    kinds = rope_type.values() if isinstance(rope_type, Mapping) else [rope_type]
-    return any(isinstance(x, str) and any(name in x for name in _FOLLOWING) for x in kinds)
+    """Whether a rotary type depends on the length of the call."""
+    return isinstance(rope_type, str) and any(name in rope_type for name in _FOLLOWING)
 
 
 def _settings(config: Any) -> Iterator[Mapping[str, Any]]:

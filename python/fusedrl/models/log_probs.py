@@ -28,7 +28,7 @@ def causal_log_probs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     model_kwargs: Mapping[str, Any] | None = None,
-) -> Tensor | TokenLogProbs:
+) -> TokenLogProbs:
     """Log-prob of every kept token of packed sequences under a transformers causal LM.
 
     Several sequences share a row of the decoder, nothing after the last kept token of each is
@@ -53,13 +53,13 @@ def causal_log_probs(
             it, and in blocks of 16 tokens. It does not do so in a model that drops out or is
             compiled. Results differ by rounding.
         temperature: positive divisor of the logits.
-        entropy: also return the entropy of each kept token's distribution.
+        entropy: also compute the entropy of each kept token's distribution.
         model_kwargs: more arguments of the model's forward where its logits are needed.
 
     Returns:
-        float32 ``[N]`` (float64 for a float64 model), on the device of the model's head, and 0 for
-        the first token of every sequence. With ``entropy=True`` a :class:`TokenLogProbs` of two
-        such tensors. Both differentiate with respect to the model.
+        :class:`fusedrl.TokenLogProbs`: float32 ``[N]`` (float64 for a float64 model), on the device
+        of the model's head, and 0 for the first token of every sequence. The entropy is ``None``
+        without ``entropy=True``. Both differentiate with respect to the model.
 
     Raises:
         TypeError: the model is not a causal language model, tokens or mask are not tensors, or
@@ -74,7 +74,7 @@ def causal_log_probs(
         >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32,
         ...     num_hidden_layers=1, num_attention_heads=2)
         >>> model = LlamaForCausalLM(config).eval()
-        >>> causal_log_probs(model, torch.arange(7), [4, 3]).shape
+        >>> causal_log_probs(model, torch.arange(7), [4, 3]).log_probs.shape
         torch.Size([7])
     """
     with together(model) as step:
@@ -90,7 +90,7 @@ def causal_log_probs(
             else:
                 scored = _from_states(request, plan, parts, options)
     columns = [request.placed(values, plan.places) for values in scored]
-    return TokenLogProbs(*columns) if entropy else columns[0]
+    return TokenLogProbs(columns[0], columns[1] if entropy else None)
 
 
 def _from_states(
@@ -148,9 +148,9 @@ def _columns(result: TokenLogProbs) -> tuple[Tensor, ...]:
     return (log_probs,) if entropy is None else (log_probs, entropy)
 
 
-def _nothing(model: nn.Module, length: int, entropy: bool) -> Tensor | TokenLogProbs:
+def _nothing(model: nn.Module, length: int, entropy: bool) -> TokenLogProbs:
     """The result if no token is kept, which needs no model."""
     double = any(weight.dtype == torch.float64 for weight in model.parameters())
     dtype = torch.float64 if double else torch.float32
     zeros = torch.zeros(length, dtype=dtype, device=device_of(model))
-    return TokenLogProbs(zeros, zeros.clone()) if entropy else zeros
+    return TokenLogProbs(zeros, zeros.clone() if entropy else None)

@@ -16,7 +16,6 @@ from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms, run
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 from fusedrl.ops.linear_policy_loss.reference import policy_terms
-from fusedrl.ops.token_log_probs import TokenLogProbs
 
 _OP = "linear_policy_loss"
 
@@ -83,8 +82,7 @@ def causal_policy_terms(
         entropy=entropy,
         model_kwargs=model_kwargs,
     )
-    log_probs, entropies = scored if isinstance(scored, TokenLogProbs) else (scored, None)
-    assert isinstance(log_probs, Tensor)
+    log_probs, entropies = scored
     here = log_probs.device
     values = policy_terms(
         log_probs,

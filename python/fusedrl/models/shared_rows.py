@@ -8,7 +8,7 @@ of the batch, so that whatever is around the decoder is as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models import prefix_tree
-from fusedrl.models.capabilities import capabilities_of, may_share, sharing_parts
+from fusedrl.models.capabilities import capabilities_of, may_share
 from fusedrl.models.comparison import UNCOMPILED
+from fusedrl.models.forwards import SHARING
 from fusedrl.models.ranks import ranks_of
 from fusedrl.models.requests import log_shared
-from fusedrl.models.split import Parts, chain_of
+from fusedrl.models.split import CannotSplit, Parts, chain_of, split
 from fusedrl.models.tree_mask import mask_of
 
 # What a decoder may be told beside a batch.
@@ -45,28 +46,37 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     for module in chain_of(model):
         if isinstance(module, DistributedDataParallel):
             inner = module.module  # which this rank can try alone
-    parts = sharing_parts(inner) if ranks_of(inner) is None else None
-    if parts is None:
+    with _shared_rows_of(inner) or nullcontext():
         yield
-        return
-    with _SharedRows(model, inner, parts):
-        yield
+
+
+def _shared_rows_of(model: Any) -> _SharedRows | None:
+    """The hooks for a model whose type, attention and state let it share; others are not logged."""
+    if ranks_of(model) is not None:
+        return None
+    try:
+        parts = split(model)
+    except CannotSplit:
+        return None
+    if attention_of(parts.config) not in SHARING or parts.gathered or not may_share(model, parts):
+        return None
+    found = capabilities_of(model)
+    return _SharedRows(model, parts, found.below) if found.shares else None
 
 
 class _SharedRows:
     """The hooks of a decoder for the length of a block, and for the thread that is in it.
 
     Args:
-        model: that is called.
-        inner: what of it one rank can call alone.
+        model: that is called, or what of it one rank can call alone.
         parts: its decoder and head.
+        below: the length from which on rows cannot share a call.
     """
 
-    def __init__(self, model: nn.Module, inner: nn.Module, parts: Parts) -> None:
-        self._model, self._inner, self._parts = model, inner, parts
+    def __init__(self, model: nn.Module, parts: Parts, below: int | None) -> None:
+        self._model, self._parts, self._below = model, parts, below
         self._hooks: list[RemovableHandle] = []
         self._thread: int | None = None  # that the hooks work for
-        self._trying = False
         self._uncompiled = ExitStack()
         self._places: Tensor | None = None  # of the batch's tokens in the tree that is computed
 
@@ -89,7 +99,7 @@ class _SharedRows:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments for the tree in the place of a batch, if its rows share something."""
-        if self._trying or get_ident() != self._thread or torch.compiler.is_compiling():
+        if get_ident() != self._thread or torch.compiler.is_compiling():
             return None
         self._close()
         mask = None if args else _mask_of(kwargs)
@@ -118,7 +128,7 @@ class _SharedRows:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """The output with the states of the tree's tokens at their places in the batch."""
-        if self._trying or get_ident() != self._thread or self._places is None:
+        if get_ident() != self._thread or self._places is None:
             return None
         places = self._places
         self._close()
@@ -138,14 +148,7 @@ class _SharedRows:
         """Whether the model can compute a tree of so many tokens in the place of a batch now."""
         if attention_of(self._parts.config) == "eager" and nodes**2 > mask.numel() * mask.shape[1]:
             return False  # it would store more than for the batch
-        if not may_share(self._model, self._parts):
-            return False
-        self._trying = True
-        try:
-            found = capabilities_of(self._inner)
-        finally:
-            self._trying = False
-        return found.shares and (found.below is None or mask.shape[1] < found.below)
+        return self._below is None or mask.shape[1] < self._below
 
 
 def _mask_of(kwargs: Mapping[str, Any]) -> Tensor | None:

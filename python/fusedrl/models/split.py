@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.tensors import is_dtensor
+from fusedrl.compat.accelerate import has_hook
 from fusedrl.compat.torch import (
     COMPILED_CALL,
     buffers_of,
+    children_of,
     class_of,
+    has_hooks,
     is_fully_sharded,
     parameters_of,
     uncompiled,
 )
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.as_forward import as_forward
-from fusedrl.models.signature import is_hooked, modules_of
 from fusedrl.models.without_adapters import WithoutAdapters
 
 # Types that are decoder and head alone, in which attention alone mixes tokens, each tested in
@@ -34,6 +36,8 @@ TESTED = frozenset(
         *("olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
     )
 )
+# Whose forwards are known, those of a listed type and those that wrap one, such as autocast.
+MAKERS = frozenset(("transformers", "torch", "accelerate", "peft", "trl"))
 ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
 
 
@@ -204,9 +208,10 @@ def split(model: Any) -> Parts:
     """The parts of a transformers causal LM, or of peft's, torch's and DDP's wrappers around one.
 
     Raises:
-        CannotSplit: the model's type is not :data:`TESTED`, or a call of its decoder and head would
-            leave something out: hooks on the model or the head, what it learns elsewhere, or the
-            way in which a sharded or quantised head is multiplied.
+        CannotSplit: the model's type is not :data:`TESTED`, a class around its decoder and head has
+            another forward than that of its library, or a call of both would leave something out:
+            hooks on the model or the head, what it learns elsewhere, or the way in which a sharded
+            or quantised head is multiplied.
     """
     chain = chain_of(model)
     base = chain[-1]
@@ -232,12 +237,15 @@ def split(model: Any) -> Parts:
     if kind is not nn.Linear:
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise CannotSplit(f"its head is a {name}, not a torch.nn.Linear")
+    for module in (*chain, decoder, head):
+        if not _is_known(module.forward):
+            raise CannotSplit(f"the forward of its {type(module).__name__} is not its library's")
     gathered = any(map(is_fully_sharded, (*chain, head)))
     if not gathered and type(head.weight) is not nn.Parameter and not _is_shard(head.weight):
         raise CannotSplit("the weight of its head is sharded or offloaded")
     if head.weight.is_meta or not head.weight.numel():
         raise CannotSplit("the weight of its head is sharded or offloaded")
-    if any(map(is_hooked, {*chain, head})):
+    if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
         raise CannotSplit("it has hooks, which would not see the forward")
     around = modules_of(chain[0], without=(decoder, head))
     if any(parameters_of(module) or buffers_of(module) for module in around):
@@ -249,7 +257,7 @@ def split(model: Any) -> Parts:
         decoder,
         decode,
         head,
-        _scale(config),
+        _scale(base, config),
         getattr(config, "final_logit_softcapping", None),
         config,
         shared=gathered or any(isinstance(m, DistributedDataParallel) for m in chain),
@@ -280,7 +288,33 @@ def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
     return getattr(module, "dynamo_ctx", None)
 
 
-def _scale(config: Any) -> float | None:
-    """The factor of the logits, by the names that transformers' configurations give it."""
+def _scale(base: Any, config: Any) -> float | None:
+    """The factor of the logits, by the names that transformers' models give it."""
     divisor = getattr(config, "logits_scaling", None)  # Granite
-    return getattr(config, "logit_scale", None) if divisor is None else 1 / divisor  # Cohere
+    return getattr(base, "logit_scale", None) if divisor is None else 1 / divisor  # Cohere
+
+
+def _is_known(forward: Any) -> bool:
+    """Whether a forward and all that wraps it are defined by :data:`MAKERS`, not in a subclass."""
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+        if home.partition(".")[0] not in MAKERS:
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
+
+
+def modules_of(model: nn.Module, without: Sequence[Any] = ()) -> list[nn.Module]:
+    """A model and all modules in it, each once, several times as fast as ``model.modules()``.
+
+    It leaves out the modules ``without``, and those in them.
+    """
+    found = {model: None}
+    pending = [model]
+    while pending:
+        for module in children_of(pending.pop()).values():
+            if module is not None and module not in found and module not in without:
+                found[module] = None
+                pending.append(module)
+    return list(found)

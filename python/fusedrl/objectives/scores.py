@@ -152,11 +152,8 @@ def _columns(loss: Any, batch: LossBatch, kept: Tensor, terms: LossTerms | None)
         "model_kwargs": wrapper.generate_kwargs,
     }
     if terms is None:
-        scored = causal_log_probs(model, tokens, batch.lengths, mask, **options)
-        if isinstance(scored, Tensor):
-            return _Columns(None, scored, torch.zeros_like(scored))
-        assert scored.entropy is not None
-        return _Columns(None, scored.log_probs, scored.entropy)
+        values, entropy = causal_log_probs(model, tokens, batch.lengths, mask, **options)
+        return _Columns(None, values, torch.zeros_like(values) if entropy is None else entropy)
     of_batch, of_weights = (map(batch.packed, columns) for columns in (terms.batch, terms.weights))
     computed = causal_policy_terms(
         model,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import DistillationLoss as _DistillationLoss
 from torchrl.objectives.llm import DistillationLossOutput
@@ -325,8 +325,7 @@ class _Scorer(nn.Module):
         batch = self._batch
         values = causal_log_probs(
             self.actor.model, batch.tokens, batch.lengths, batch.mask, **self._options
-        )
-        assert isinstance(values, Tensor)
+        ).log_probs
         rows = batch.rows(values)
         if self.actor.pad_output:
             rows = list(batch.padded(values, "left"))

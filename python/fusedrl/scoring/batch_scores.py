@@ -10,7 +10,6 @@ import torch
 
 from fusedrl.models import causal_log_probs
 from fusedrl.ops import Mismatch, importance_weights, token_kl
-from fusedrl.ops.token_log_probs import TokenLogProbs
 from fusedrl.scoring.pretrained import ModelPair
 from fusedrl.scoring.tokenization import TokenizedChat
 
@@ -51,13 +50,9 @@ def score_batch(
     turns = torch.tensor([turn for chat in batch for turn in chat.turns])
     options = {"max_tokens_per_forward": max_tokens_per_forward, "temperature": temperature}
     policy = causal_log_probs(models.policy, tokens, lengths, turns >= 0, entropy=True, **options)
-    reference = causal_log_probs(models.reference, tokens, lengths, turns >= 0, **options)
-    assert isinstance(policy, TokenLogProbs) and isinstance(reference, torch.Tensor)
-    columns = {
-        "policy": policy.log_probs,
-        "reference": reference,
-        "entropy": policy.entropy,
-    }
+    reference = causal_log_probs(models.reference, tokens, lengths, turns >= 0, **options).log_probs
+    assert policy.entropy is not None
+    columns = {"policy": policy.log_probs, "reference": reference, "entropy": policy.entropy}
     for estimator in estimators:
         columns[estimator] = token_kl(policy.log_probs, reference, estimator=estimator).kl
     arrays = {name: column.cpu().split(lengths) for name, column in columns.items()}

@@ -191,8 +191,7 @@ class RetrieveLogProb(_RetrieveLogProb):
             max_tokens_per_forward=self.max_tokens_per_forward,
             share_prefixes=self.share_prefixes,
             model_kwargs=wrapper.generate_kwargs,
-        )
-        assert isinstance(values, Tensor)
+        ).log_probs
         if wrapper.pad_output:
             return list(batch.padded(values, self.padding_side))
         return batch.rows(values)

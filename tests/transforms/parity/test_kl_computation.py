@@ -78,21 +78,6 @@ def test_jagged_columns_beside_a_reward_that_is_left_alone(reward, in_next, valu
     assert_same(*answers, GEN, REF, "kl_penalty", "reward")
 
 
-def test_jagged_log_probs_with_a_strided_reward():
-    made = samples("tokens", LENGTHS)
-    answers = []
-    for cls in both("KLComputation"):
-        data = plain(made, "jagged").set("reward", plain(made, "strided")["reward"])
-        answers.append(cls(coeff=0.3)(data))
-    assert_same(*answers, "kl_penalty", "reward")
-
-
-def test_a_stack_of_one_sample():
-    made = samples("tokens", (3,))
-    ours, theirs = both("KLComputation")
-    assert_same(ours()(stacked(made)), theirs()(stacked(made)), "kl_penalty", "reward")
-
-
 class TestWhereTorchrlIsWrong:
     """torchrl raises, or answers in another kind; ours is its answer for a stack of the samples."""
 
@@ -144,14 +129,6 @@ class TestWhereTorchrlIsWrong:
         ours, theirs = answers
         assert theirs["kl_penalty"].is_nested and ours["kl_penalty"].shape == (2, 10)
         self.check(ours, made, "dense")
-
-    def test_missing_log_probs_are_an_attribute_error(self):
-        data = TensorDict({GEN: torch.ones(2, 3)}, batch_size=(2,))
-        ours, theirs = both("KLComputation")
-        with pytest.raises(AttributeError):
-            theirs()(data)
-        with pytest.raises(ValueError, match="ref_log_probs"):
-            ours()(data)
 
     def test_a_stack_of_stacks_raises(self):
         made = samples("tokens", LENGTHS)

@@ -12,10 +12,8 @@ from torchrl.data import Composite, Unbounded
 from ..dialogs import CHATS, conversations, rows
 from .comparison import (
     CASES,
-    DEVICES,
     GEN,
     LAYOUTS,
-    MOVES,
     REF,
     assert_same,
     assert_values,
@@ -76,16 +74,6 @@ def test_a_stack_of_samples(
         answers.append(out["next"] if in_next else out)
     assert_same(*answers, *COLUMNS)
     assert all(row.abs().max() > 0.1 for row in rows(answers[0], "kl_penalty"))
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=repr)
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
-def test_device(build, scored, device, move):
-    answers = []
-    for cls in both("RetrieveKL"):
-        data = given("history", "stack", scored, True, in_next=True).to("cpu")
-        answers.append(move(build(cls, device=device))(data)["next"])
-    assert_same(*answers, *COLUMNS)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -159,12 +147,6 @@ class TestWhereTorchrlIsWrong:
         with pytest.raises(KeyError):
             theirs(*models).transform_output_spec(_output_spec())
         ours(*models).transform_output_spec(_output_spec())
-
-    def test_from_collector_reads_the_collector_with_the_specs(self, reference, chat_env):
-        ours, theirs = both("RetrieveKL")
-        with pytest.raises((ValueError, AttributeError), match=r"collector|internal error"):
-            chat_env(theirs("from_collector", reference())).observation_spec  # noqa: B018
-        assert "kl_penalty" in chat_env(ours("from_collector", reference())).observation_spec
 
 
 def _output_spec() -> Composite:

@@ -80,11 +80,6 @@ def test_device(policy, device, move, of_data, in_next):
     assert_same(ours, theirs, KEY)
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=repr)
-def test_device_of_the_wrapper(policy, device):
-    assert_same(*answers(lambda cls: cls(policy(device=device)), conversations), KEY)
-
-
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_layout_of_the_wrapper(policy, layout, stacked):
@@ -115,10 +110,6 @@ class TestWhereTorchrlIsWrong:
         assert set(theirs.keys(True, True)) == {"kl_penalty"}
         assert set(ours.keys(True, True)) == {KEY}
 
-    def test_detach_keeps_the_graph(self, policy):
-        ours, theirs = answers(lambda cls: cls(policy(), detach=True), conversations)
-        assert rows(theirs, KEY)[0].requires_grad and not rows(ours, KEY)[0].requires_grad
-
     def test_padding_side_does_nothing(self, policy):
         left, right = (
             answers(
@@ -129,12 +120,6 @@ class TestWhereTorchrlIsWrong:
         )
         assert torch.equal(left[1].get(KEY), right[1].get(KEY))
         assert not torch.equal(left[0].get(KEY), right[0].get(KEY))
-
-    def test_tokenizer_kwargs_are_edited(self, policy):
-        given: list[dict] = [{}, {}]
-        for cls, options in zip(both("RetrieveLogProb"), given, strict=True):
-            cls(policy(), tokenizer_kwargs=options)
-        assert given[0] == {} and given[1] != {}
 
     def test_packed_model_inputs_see_later_tokens(self, policy):
         """A token's log-prob must not depend on how the batch is laid out."""
