@@ -84,7 +84,6 @@ def test_a_program_that_is_patched():
             torchrl.objectives.llm.CISPOLoss(actor_of(model, STACK)), torchrl_grpo.GRPOLoss
         )
         assert type(pickle.loads(text)) is fusedrl.GRPOLoss
-        assert type(pickle.loads(pickle.dumps(before))) is type(before)
         ours = answer_of(pickle.loads(text), batch_of(STACK))
     assert type(pickle.loads(text)) is type(before) is torchrl.objectives.llm.GRPOLoss
     assert ours.outputs.keys() == answer_of(before, batch_of(STACK)).outputs.keys()
