@@ -33,20 +33,22 @@ for _number, _default in HANDLERS.items():
 # Those that take longest begin first, so that no process is left alone with one at the end.
 LONGEST = (
     "ray",
-    "test_ptx.py",
-    "test_one_version.py",
-    "test_async_lifecycle.py",
     "test_docs.py",
-    "test_triton.py",
-    "test_tied_weights.py",
+    "test_async_lifecycle.py",
+    "test_bench.py",
+    "test_demo.py",
     "test_sync_scheme.py",
     "test_contract.py",
-    "test_cli.py",
-    "test_native.py",
-    "test_sanitizers.py",
     "test_updaters.py",
-    "test_verdicts.py",
-    "test_score_output.py",
+    "test_shared_models.py",
+    "test_one_version.py",
+    "test_triton.py",
+    "test_torchrl.py",
+    "test_trl_losses.py",
+    "test_trl_sharing.py",
+    "test_shared_losses.py",
+    "test_ptx.py",
+    "test_site.py",
 )
 
 # Cases up to which a test runs all of them.
