@@ -7,6 +7,7 @@ import random
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,18 @@ def group_of(nodeid: str) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--grids", action="store_true", help="run every case of every grid")
+    parser.addoption(
+        "--grids", action="store_true", help="run every case of every grid, and random examples"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Random examples are the same in each run but the nightly one, which searches further."""
+    if find_spec("hypothesis") and not config.getoption("grids"):
+        from hypothesis import settings
+
+        settings.register_profile("the same", derandomize=True)
+        settings.load_profile("the same")
 
 
 def pairwise(cases: list[Any]) -> list[Any]:
