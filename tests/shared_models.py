@@ -14,7 +14,6 @@ import torch.distributed as dist
 from models.tiny import VOCAB, definition, model_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -61,9 +60,6 @@ WAYS: dict[str, Any] = {
     "fsdp, head": lambda model: sharded(model, model.lm_head),
     "fsdp, adapters": lambda model: sharded(with_adapters(model)),
     "fsdp, checkpoints": checkpointed,
-    "fsdp, offloaded": lambda model: sharded(
-        model, offload_policy=CPUOffloadPolicy(pin_memory=False)
-    ),
     "fsdp, bfloat16": lambda model: sharded(model, model.lm_head, mp_policy=BF16),
     "hsdp": lambda model: sharded(
         model, mesh=dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -73,6 +69,13 @@ WAYS: dict[str, Any] = {
         model, device_id=torch.device("cpu"), use_orig_params=True
     ),
 }
+
+
+def pair_of(way: str, kind: str = "llama", **options: Any) -> tuple[Any, Any]:
+    """A model that ranks share, and the same of one process."""
+    whole = model_of(kind, **options)
+    model = WAYS[way](copy.deepcopy(whole))
+    return model, with_adapters(whole) if "adapters" in way else whole
 
 
 class RowsOfHead(TorchFunctionMode):
@@ -101,14 +104,11 @@ def data_of(seed: int, ranks: int) -> list[tuple[Tensor, list[int], Tensor]]:
         tokens = torch.randint(1, VOCAB, (sum(lengths),), generator=generator)
         if seed % 2 == 0 and len(made) == seed // 2 % ranks:
             start = torch.randint(1, VOCAB, (36,), generator=generator)
-            tokens = torch.cat(
-                [tokens[:0], *(torch.cat((start, x)) for x in tokens.split(lengths))]
-            )
-            lengths = [36 + length for length in lengths]
+            parts = [torch.cat((start, own)) for own in tokens.split(lengths)]
+            tokens, lengths = torch.cat([tokens[:0], *parts]), [36 + n for n in lengths]
         kept = torch.rand(len(tokens), generator=generator)
         share = float(torch.rand((), generator=generator))
-        if seed % 3 == 1 and len(made) == seed % ranks:
-            share = 0.0
+        share = 0.0 if seed % 3 == 1 and len(made) == seed % ranks else share
         made.append((tokens, lengths, kept < (share if seed else 0.7)))
     return made
 
@@ -173,9 +173,7 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
     """
     torch._dynamo.reset()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = model_of(kind, **({"tie_word_embeddings": True} if kind == "qwen2" else {}))
-    model = WAYS[way](copy.deepcopy(whole))
-    whole = with_adapters(whole) if "adapters" in way else whole
+    model, whole = pair_of(way, kind, **({"tie_word_embeddings": True} if kind == "qwen2" else {}))
     rounded, near = (0.1, 0.15) if "bfloat16" in way else (2e-5, 1e-5)
     for _ in range(2):  # the trials, of a model whose weights are spread and gathered
         causal_log_probs(model, *data_of(0, ranks)[rank]).log_probs.sum().backward()
@@ -205,9 +203,7 @@ def like_one_process(way: str, kind: str, seeds: list[int]) -> int:
 def rows_of_one_rank(way: str) -> int:
     """Gradients of padded batches, of which the first rank's rows share something; its tokens."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = model_of("llama")
-    model = WAYS[way](copy.deepcopy(whole))
-    whole = with_adapters(whole) if "adapters" in way else whole
+    model, whole = pair_of(way)
     ids = torch.randint(1, VOCAB, (ranks, 3, 44), generator=torch.Generator().manual_seed(0))
     ids[0, :, :32] = ids[0, 0, :32]
     embeddings = next(module for module in model.modules() if isinstance(module, nn.Embedding))
@@ -229,11 +225,17 @@ def rows_of_one_rank(way: str) -> int:
     return counts[-1]
 
 
+def check_sums(model: Any, whole: Any, data: list[Any]) -> None:
+    """The gradient of a model is that of one process over the sum of all log-probs."""
+    for one in data:
+        (definition(whole, *one).sum() / dist.get_world_size()).backward()
+    check_gradients(gradients(model), gradients(whole), 2e-5)
+
+
 def accumulates(way: str) -> None:
     """Gradients of a batch without a reduction, and of another one with it, as one process has."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = model_of("llama")
-    model = WAYS[way](copy.deepcopy(whole))
+    model, whole = pair_of(way)
     first, second = data_of(0, ranks), data_of(2, ranks)
     if way == "fsdp":
         model.set_requires_gradient_sync(False)
@@ -242,9 +244,7 @@ def accumulates(way: str) -> None:
     if way == "fsdp":
         model.set_requires_gradient_sync(True)
     causal_log_probs(model, *second[rank]).log_probs.sum().backward()
-    for one in (*first, *second):
-        (definition(whole, *one).sum() / ranks).backward()
-    check_gradients(gradients(model), gradients(whole), 2e-5)
+    check_sums(model, whole, [*first, *second])
 
 
 def fails_at_head(*_: Any, **__: Any) -> Any:
@@ -256,8 +256,7 @@ def errors_within(way: str, place: str) -> list[str]:
     import fusedrl.models.log_probs as module
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    whole = model_of("llama")
-    model = WAYS[way](copy.deepcopy(whole))
+    model, whole = pair_of(way)
     failing = []
 
     def fails_in_layer(*_: Any) -> Any:
@@ -285,9 +284,7 @@ def errors_within(way: str, place: str) -> list[str]:
             module.linear_token_log_probs = plain
             failing.clear()
     causal_log_probs(model, *data[rank]).log_probs.sum().backward()
-    for one in data:
-        (definition(whole, *one).sum() / ranks).backward()
-    check_gradients(gradients(model), gradients(whole), 2e-5)
+    check_sums(model, whole, data)
     return found
 
 
@@ -310,17 +307,14 @@ def differs_on_one_rank() -> list[bool]:
 
     plain, found = module.compare_parts, []
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = sharded(model_of("llama"))
+    (model, whole), data = pair_of("fsdp"), data_of(0, ranks)[rank]
     if rank == 1:
         module.compare_parts = lambda *args: plain(*args)._replace(agrees=False)
     try:
         for _ in range(2):
-            ours = causal_log_probs(model, *data_of(0, ranks)[rank]).log_probs
-            expected = definition(model_of("llama"), *data_of(0, ranks)[rank])
-            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-            known = module.known_capabilities(model)
-            assert known is not None
-            found.append(known.parts is not None)
+            ours = causal_log_probs(model, *data).log_probs
+            torch.testing.assert_close(ours, definition(whole, *data), rtol=1e-5, atol=1e-5)
+            found.append(module.known_capabilities(model).parts is not None)
     finally:
         module.compare_parts = plain
     return found
