@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
-import re
-import sys
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -94,16 +90,6 @@ def test_every_column_of_a_right_answer(run, tmp_path, capsys):
     assert ">=" not in shown and "goal" not in shown, "a goal is the project's own"
 
 
-def test_the_ceiling_of_flops_is_the_bare_product_of_the_same_run(run):
-    _, results = run(
-        {"fusedrl": double}, timed_only={"bare": double}, truth=exact, work=1e6, ceiling="bare"
-    )
-    ours, bare = rows(results)["fusedrl"], rows(results)["bare"]
-    assert ours["unit"] == "TFLOP/s"
-    assert bare["fraction"] == 1.0
-    assert ours["fraction"] == pytest.approx(bare["median_ms"] / ours["median_ms"])
-
-
 @pytest.mark.parametrize(
     "wrong", [lambda x: double(x) + 1e-3, lambda x: double(x) * torch.nan, lambda x: double(x)[1:]]
 )
@@ -151,16 +137,6 @@ def test_what_is_not_installed_is_listed_as_absent(run, monkeypatch, capsys):
     assert results["skipped"]["retrieve_kl"] == "needs torchrl: not usable here"
     assert rows(results).keys() == {"torch", "fusedrl"}
     assert "Liger: absent: no_such_module is not installed" in capsys.readouterr().out
-
-
-def test_without_matplotlib_it_measures_and_draws_nothing(run, monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "fusedrl.benchmarks.plots", raising=False)
-    status, results = run({"torch": double, "fusedrl": double}, truth=exact)
-    assert (status, rows(results).keys()) == (0, {"torch", "fusedrl"})
-    assert not (tmp_path / "bench.png").exists()
-    said = capsys.readouterr().out
-    assert re.search(r'bench.png: not drawn: needs matplotlib: pip install "matplotlib', said)
 
 
 @pytest.mark.parametrize("plots", [False, True], ids=["", "plots"])
@@ -215,13 +191,6 @@ def test_a_quick_run_measures_one_setting_of_each_op(run, monkeypatch):
     assert len(run(None, *options)[1]["rows"]) == 10
 
 
-def test_no_case_is_started_when_the_time_is_up(run):
-    status, results = run({"fusedrl": double}, "--limit", "0", truth=exact)
-    assert status == 0
-    assert results["rows"] == []
-    assert results["skipped"] == {"the rest": "not started: 0 s were over"}
-
-
 def modules():
     """Every benchmark of the folder; those that start processes or train are slow."""
     for path in sorted(Path(harness.__file__).parent.glob("bench_*.py")):
@@ -269,34 +238,6 @@ def test_the_truth_of_the_linear_ops_equals_autograd_in_float64(monkeypatch, kee
 
     expected = module.sample_of(module.gradients(path, job))
     torch.testing.assert_close(module.exact_gradients(job), expected)
-
-
-def test_the_truth_of_the_exact_kl():
-    logits, ref_logits = torch.randn(2, 5, 70, dtype=torch.float64)
-    p, q = torch.softmax(logits, -1), torch.softmax(ref_logits, -1)
-    m = (p + q) / 2
-
-    def kl(a, b):
-        return (a * (a / b).log()).sum(-1)
-
-    expected = {
-        "reverse": kl(p, q),
-        "forward": kl(q, p),
-        "jensen_shannon": (kl(p, m) + kl(q, m)) / 2,
-    }
-    assert expected.keys() == set(bench_exact_kl.DIRECTIONS)
-    for direction, value in expected.items():
-        torch.testing.assert_close(bench_exact_kl.truth((logits, ref_logits), direction), value)
-
-
-def test_nothing_stays_frozen_when_a_case_ends():
-    """Neither after a case that raises: Python never takes apart what is frozen at its end."""
-    right, wrong = {"fusedrl": double}, {"fusedrl": fails}
-    for contenders, truth in ((right, exact), (wrong, exact), (right, fails)):
-        case = harness.Case("doubling", "1000", contenders, lambda: NUMBERS, truth=truth)
-        with suppress(RuntimeError):
-            harness.measure(case, 0.001)
-        assert gc.get_freeze_count() == 0
 
 
 def test_a_full_disk_keeps_the_last_whole_results(tmp_path):

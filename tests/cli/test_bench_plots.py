@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -79,24 +77,11 @@ def test_a_setting_with_a_wrong_answer_of_ours_is_not_drawn(tmp_path):
         assert "6.0x" not in texts(path)
 
 
-def test_what_has_no_headline_has_a_plot_of_its_op_alone(tmp_path):
-    assert plot(tmp_path / "plots", store(tmp_path / "bench.json", rows(op="doubling"))) == 0
-    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert drawn == {"doubling-light.svg", "doubling-dark.svg"}
-
-
 def test_of_several_settings_that_in_which_the_rival_takes_longest_is_shown():
     measured = rows("8 samples, lazy stack", (30.0, 10.0)) + rows("64 samples, lazy stack")
     (shown,) = headlines.comparisons(reversed(measured))
     assert shown.detail.startswith("over torchrl's KLComputation: 64 samples")
     assert shown.speedup == 6.0
-
-
-def test_headlines_come_with_the_largest_speed_up_first():
-    measured = rows() + rows("64 turns of 4 dialogs, and so on", (20.0, 10.0))
-    for row in measured[2:]:
-        row.op = "AsyncCollector: dialogs end to end"
-    assert [one.speedup for one in headlines.comparisons(reversed(measured))] == [6.0, 2.0]
 
 
 def test_every_headline_is_in_the_stored_results():
@@ -106,12 +91,7 @@ def test_every_headline_is_in_the_stored_results():
     assert shown == {headline.title for headline in headlines.HEADLINES}
 
 
-COLUMNS_ALONE = json.dumps({"rows": [asdict(Row("a", "b", "c"))]})
-
-
-@pytest.mark.parametrize(
-    "content", ["not JSON", "{}", "[]", '{"rows": [{"op": "a"}]}', COLUMNS_ALONE]
-)
+@pytest.mark.parametrize("content", ["not JSON", "[]", '{"rows": [{"op": "a"}]}'])
 def test_a_file_of_something_else_is_refused(tmp_path, capsys, content):
     path = tmp_path / "other.json"
     path.write_text(content)

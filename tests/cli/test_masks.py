@@ -131,18 +131,31 @@ def test_an_empty_reasoning_block_in_the_last_turn_only(tokenizer):
     assert turns == {1: "b<|im_end|>", 3: "<think>\n\n</think>\n\nd<|im_end|>"}
 
 
-def test_reasoning_that_the_template_drops_is_an_error(tokenizer):
-    chat = make_chat(
-        ("user", "a"), ("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")
-    )
-    with pytest.raises(ChatError, match=r"chats.jsonl:7: messages\[1\].*--chat-template FILE"):
-        tokenize_chat(chat, tokenizer, REASONING)
+USERS = "{%- for m in messages if m.role == 'user' -%}{{ m.content }}{%- endfor -%}"
+THOUGHTS = [("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")]
+REFUSED = {
+    "reasoning that is dropped": (REASONING, THOUGHTS, r"messages\[1\].*--chat-template FILE"),
+    "no generation prompt": (HEADERLESS_PROMPT, [("assistant", "b")], "ignores add_generation_pr"),
+    "a special token first": (
+        without_markers(BRACKETS).replace("' ' + ", ""),
+        [("assistant", "<|im_start|>x")],
+        "the turn opens with a special token",
+    ),
+    "a refusal": ("{{ raise_exception('alternate') }}", [("assistant", "b")], "alternate"),
+    "markers around users": (
+        with_markers(CHATML).replace("== 'assistant'", "== 'user'"),
+        [("user", "b"), ("assistant", "c")],
+        "marks 2 generations for 1 assistant turns",
+    ),
+    "no assistant": (USERS, [("assistant", "b")], "no token to score"),
+}
 
 
-def test_a_template_that_ignores_the_generation_prompt_is_an_error(tokenizer):
-    chat = make_chat(("user", "a"), ("assistant", "b"))
-    with pytest.raises(ChatError, match=r"ignores add_generation_prompt.*--chat-template FILE"):
-        tokenize_chat(chat, tokenizer, HEADERLESS_PROMPT)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_template_that_does_not_tell_the_turns_is_an_error(tokenizer, name):
+    template, answers, message = REFUSED[name]
+    with pytest.raises(ChatError, match=f"chats.jsonl:7: .*{message}"):
+        tokenize_chat(make_chat(("user", "a"), *answers), tokenizer, template)
 
 
 @pytest.mark.parametrize(
@@ -157,38 +170,12 @@ def test_content_may_start_with_a_special_token(tokenizer, template, content):
     assert said(derived) == {1: f"{lead}{content}<|im_end|>"}
 
 
-def test_a_special_token_without_a_generation_prompt_is_refused(tokenizer):
-    chat = make_chat(("user", "a"), ("assistant", "<|im_start|>x"))
-    template = without_markers(BRACKETS).replace("' ' + ", "")
-    with pytest.raises(ChatError, match=r"the turn opens with a special token.*--chat-template"):
-        tokenize_chat(chat, tokenizer, template)
-
-
 def test_a_chat_longer_than_the_context_is_refused_before_its_turns_are_looked_at(tokenizer):
     chat = make_chat(("user", "a"), ("assistant", "b"))
     length = len(tokenize_chat(chat, tokenizer, without_markers(CHATML)).token_ids)
     tokenize_chat(chat, tokenizer, without_markers(CHATML), context=length)
     with pytest.raises(ChatError, match=f"at most {length - 1} tokens.*got {length}"):
         tokenize_chat(chat, tokenizer, HEADERLESS_PROMPT, context=length - 1)
-
-
-def test_a_template_that_refuses_a_chat_is_an_error(tokenizer):
-    template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ChatError, match=r"chats.jsonl:7: .*roles must alternate"):
-        tokenize_chat(make_chat(("user", "a"), ("assistant", "b")), tokenizer, template)
-
-
-def test_markers_around_the_wrong_number_of_turns_are_an_error(tokenizer):
-    template = with_markers(CHATML).replace("== 'assistant'", "== 'user'")
-    chat = make_chat(("user", "a"), ("user", "b"), ("assistant", "c"))
-    with pytest.raises(ChatError, match="marks 2 generations for 1 assistant turns"):
-        tokenize_chat(chat, tokenizer, template)
-
-
-def test_a_template_that_leaves_out_the_assistant_is_an_error(tokenizer):
-    template = "{%- for m in messages if m.role == 'user' -%}{{ m.content }}{%- endfor -%}"
-    with pytest.raises(ChatError, match="no token to score"):
-        tokenize_chat(make_chat(("user", "a"), ("assistant", "b")), tokenizer, template)
 
 
 def test_an_assistant_that_speaks_first_needs_markers(tokenizer):

@@ -62,30 +62,6 @@ def test_a_package_that_is_too_old_or_too_new_is_missing_too(machine, version):
     assert missing.missing() == {}
 
 
-def test_a_build_of_torch_for_cpus_is_named(machine, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
-    found = missing.missing()
-    assert found.keys() == {"CUDA build of torch"}
-    assert "torch 2.13.0+cpu is installed" in found["CUDA build of torch"]
-    assert '`pip install --force-reinstall "torch==2.13.0"`' in found["CUDA build of torch"]
-
-
-def test_a_machine_without_a_gpu_is_told_so(machine, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "`nvidia-smi`" in missing.missing()["GPU"]
-
-
-def test_kernels_that_were_not_compiled_are_named(machine, monkeypatch):
-    monkeypatch.setattr(native, "find", lambda name: None)
-    assert "FUSEDRL_CUDA=pypi" in missing.missing()["CUDA kernels"]
-
-
-def test_kernels_that_do_not_load_say_why(machine, monkeypatch):
-    monkeypatch.setattr(native, "load_error", lambda name: f"{name}: an older driver")
-    assert missing.missing() == {"CUDA kernels": "needed for GPUs: _C_cuda: an older driver"}
-
-
 def test_info_prints_what_is_missing(machine, capsys):
     del machine["ray"]
     assert main(["info", "--json"]) == 0
@@ -93,3 +69,17 @@ def test_info_prints_what_is_missing(machine, capsys):
     machine["ray"] = "99.0"
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["missing"].keys() == {"nothing"}
+
+
+MISSING = {
+    "CUDA build of torch": (torch.version, "cuda", None, "`pip install --force-reinstall "),
+    "GPU": (torch.cuda, "is_available", lambda: False, "`nvidia-smi`"),
+    "CUDA kernels": (native, "load_error", lambda name: f"{name}: an older driver", "older driver"),
+}
+
+
+@pytest.mark.parametrize("part", MISSING)
+def test_what_a_gpu_needs_is_named(machine, monkeypatch, part):
+    owner, name, value, told = MISSING[part]
+    monkeypatch.setattr(owner, name, value)
+    assert told in missing.missing()[part]

@@ -16,7 +16,7 @@ from fusedrl.demo import CHATS
 from fusedrl.scoring import score_chats
 
 from .conftest import chat, rows
-from .test_report import Page, draw, needs_chromium
+from .test_report import Page
 
 pytestmark = pytest.mark.heavy
 
@@ -117,29 +117,14 @@ def test_the_summary_and_the_page_show_the_total(scored_chats, write_chats, scor
     assert sum("rollout" not in cell["values"] for cell in cells) > 10
 
 
-def test_a_policy_that_generated_its_chats_has_no_mismatch(scored_chats, write_chats, score):
-    chats, own, _ = scored_chats(write_chats)
-    for line, tokens in zip(chats, own, strict=True):
-        line["rollout_log_probs"] = [t["policy_log_prob"] for t in tokens]
-    _, out = score(write_chats(*chats))
-    for row in rows(out / "chats.parquet"):
-        assert row["rollout_k3"] == pytest.approx(0, abs=1e-8)
-        assert row["rollout_ess"] == pytest.approx(row["scored_tokens"], rel=1e-5)
-
-
 GOOD = chat("Hi", "Hello!")
 BAD = {
-    "no list": ("-0.5", "rollout_log_probs: expected a list of numbers, got '-0.5'"),
     "a number": (-0.5, "rollout_log_probs: expected a list of numbers, got -0.5"),
     "text in the list": ([-0.5, "a"], "rollout_log_probs[1]: expected a log-prob, a number of at"),
-    "a list in the list": ([[-0.5]], "rollout_log_probs[0]: expected a log-prob"),
-    "a truth value": ([True], "rollout_log_probs[0]: expected a log-prob"),
     "probabilities": ([0.93], "rollout_log_probs[0]: expected a log-prob, a number of at most 0 "),
     "infinity": ([math.inf], "rollout_log_probs[0]: expected a log-prob"),
-    "too large for a float": ([-(10**400)], "rollout_log_probs[0]: expected a log-prob"),
     "too few": ([-0.5], "rollout_log_probs: expected "),
     "too many": ([-0.5] * 1000, ", got 1000"),
-    "empty": ([], ", got 0"),
 }
 
 
@@ -166,36 +151,3 @@ def test_a_token_that_the_engine_gives_no_probability_is_a_number(write_chats, s
     assert row["rollout_tokens"] == count - 1
     assert row["rollout_max_ratio"] == pytest.approx(math.exp(20), rel=1e-5)
     assert row["rollout_k3"] == math.inf
-
-
-@pytest.mark.parametrize("bound", ["0", "-1", "nan", "two"])
-def test_a_bound_that_is_none_is_refused(bound, write_chats, score, capsys):
-    with pytest.raises(SystemExit) as ended:
-        score(write_chats(GOOD), f"--rollout-bound={bound}")
-    assert ended.value.code == 2
-    assert "--rollout-bound: expected a number" in capsys.readouterr().err
-
-
-@needs_chromium
-def test_chromium_colours_and_sorts_by_the_mismatch(scored_chats, write_chats, score, tmp_path):
-    lines, _, _ = with_rollouts(scored_chats, write_chats)
-    _, out = score(write_chats(*lines))
-    use = """<script>
-    for (const [id, value] of [["view", "rollout"], ["sort", "rollout_k3"]]) {
-      const control = document.getElementById(id);
-      control.value = value;
-      control.dispatchEvent(new Event("change"));
-    }
-    </script>"""
-    copy = tmp_path / "used.html"
-    copy.write_text((out / "report.html").read_text(encoding="utf-8") + use, encoding="utf-8")
-    page = Page(draw(copy, tmp_path))
-    cards = [a for tag, a in page.tags if tag == "details" and "chat" in a.get("class", "")]
-    order = [page.data["chats"][int(card["data-index"])] for card in cards]
-    drift = [shown.get("rollout_k3", -math.inf) for shown in order]
-    assert drift == sorted(drift, reverse=True)
-    assert drift[2] > -math.inf == drift[3]
-    cells = [cell for shown in order for m in shown["messages"] for cell in m["cells"] or []]
-    styles = [a["style"] for tag, a in page.tags if tag == "i"]
-    for cell, style in zip(cells, styles, strict=True):
-        assert (float(style.split(":")[1].strip(" ;")) > 0) == bool(cell["values"].get("rollout"))

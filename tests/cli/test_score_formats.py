@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from fusedrl.scoring import ScoreError
 from fusedrl.scoring.chats import parse_chats, survey
-from fusedrl.scoring.records import Record, Source, opened
+from fusedrl.scoring.records import Record, Source, opened, read_records
 
 from .conftest import chat, rows
 
@@ -180,16 +180,6 @@ def test_standard_input_is_read(scored, plain, models, tmp_path, monkeypatch, ca
     assert f"<stdin>: {SINGLE[name][1]}" in capsys.readouterr().err
 
 
-def test_a_terminal_is_no_input(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    with pytest.raises(ScoreError, match="got a terminal; pipe them"), opened("-"):
-        pass
-
-
 BAD = {
     "from nobody": (
         {"conversations": [{"from": "narrator", "value": "x"}]},
@@ -207,10 +197,6 @@ BAD = {
         {"prompt": "a", "chosen": "b", "rejected": "c", "rollout_log_probs": [-1.0]},
         "rollout_log_probs: expected none beside two answers",
     ),
-    "an answer of nobody": (
-        {"prompt": chat("Hi", "Hello!")["messages"], "completion": []},
-        "no assistant turn: the roles are",
-    ),
 }
 
 
@@ -221,46 +207,17 @@ def test_a_row_that_no_format_has_is_refused(name):
         parse_chats(Record("chats.jsonl:1", 1, json.dumps(row).encode()))
 
 
-def refusal(content, path):
-    path.write_bytes(content)
-    with opened(path) as source:
-        from fusedrl.scoring.records import read_records
-
-        (record,) = read_records(source)
-        with pytest.raises(ScoreError) as refused:
-            parse_chats(record)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"instruction": "Hi", "output": "Hello!"},
-        {"question": "Hi", "answer": "Hello!"},
-        {"dialog": chat("Hi", "Hello!")["messages"]},
-        {"data": [chat("Hi", "Hello!")]},
-    ],
-    ids=lambda row: next(iter(row)),
-)
-def test_the_line_that_a_refusal_names_converts(row, tmp_path):
-    said = refusal(json.dumps(row).encode(), tmp_path / "chats.jsonl")
-    line = said.split("`")[1].partition(" | ")[0].replace("FILE", "chats.jsonl")
-    try:
-        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, check=True)
-    except subprocess.CalledProcessError as error:
-        if error.returncode == 127:
-            pytest.skip("needs jq")
-        raise
+def test_the_line_that_a_refusal_names_converts(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(b'{"instruction": "Hi", "output": "Hello!"}')
+    with opened(path) as source, pytest.raises(ScoreError) as refused:
+        parse_chats(*read_records(source))
+    line = str(refused.value).split("`")[1].partition(" | ")[0].replace("FILE", "chats.jsonl")
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True)
+    if done.returncode == 127:
+        pytest.skip("needs jq")
     (made,) = parse_chats(Record("chats.jsonl:1", 1, done.stdout))
     assert [message["content"] for message in made.messages] == ["Hi", "Hello!"]
-
-
-def test_the_line_that_a_refusal_names_converts_parquet(tmp_path):
-    said = refusal(table([{"question": "Hi", "answer": "Hello!"}]), tmp_path / "in.parquet")
-    line = said.split("`")[1].replace("FILE", "in.parquet").replace("python", sys.executable, 1)
-    subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True)
-    (row,) = rows(tmp_path / "chats.parquet")
-    assert row == {"prompt": "Hi", "completion": "Hello!"}
 
 
 @pytest.mark.parametrize("end", [b"", b"{", b" x]", b'{"messages": 5} 7]', b"5] x"])

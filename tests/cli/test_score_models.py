@@ -13,8 +13,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
     Qwen2ForSequenceClassification,
@@ -64,9 +62,9 @@ def test_truncated_weights_are_refused(folder, refused, kept):
 
 
 BROKEN = {
-    "config.json": [b"", b"[]", b"null", b"\xff\xfe"],
-    "tokenizer.json": [b"", b"[]", b"5", b"{}", b"\xff\xfe"],
-    "tokenizer_config.json": [b"{", b"5"],
+    "config.json": [b"", b"null", b"\xff\xfe"],
+    "tokenizer.json": [b"", b"{}", b"\xff\xfe"],
+    "tokenizer_config.json": [b"{"],
     "generation_config.json": [b"null"],
     "chat_template.jinja": [b"\xff\xfe"],
 }
@@ -80,63 +78,31 @@ def test_a_broken_file_of_a_checkpoint_is_refused(folder, refused, name, content
     assert refused(folder).startswith("score: policy: cannot load a")
 
 
-def test_one_layer_less_than_the_weights_is_refused(folder, refused):
-    edit(folder / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-    said = refused(folder)
-    assert "do not fit its config.json: 12 weights have no place in the model" in said
+MISFITS = [
+    ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "12 weights have no place"),
+    ({"tie_word_embeddings": False}, "1 weights are missing, such as lm_head.weight"),
+    ({"hidden_size": 64}, "expected model.embed_tokens.weight of shape"),
+    ({"vocab_size": 700}, "expected model.embed_tokens.weight of shape"),
+    ({"quantization_config": {"quant_method": "nope"}}, "its quantization is not known to"),
+]
 
 
-def test_a_head_that_no_file_holds_is_refused(folder, refused):
-    edit(folder / "config.json", tie_word_embeddings=False)
-    assert "1 weights are missing, such as lm_head.weight" in refused(folder)
+@pytest.mark.parametrize(("changes", "message"), MISFITS)
+def test_weights_that_do_not_fit_their_configuration_are_refused(folder, refused, changes, message):
+    edit(folder / "config.json", **changes)
+    assert message in refused(folder)
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": 64}, {"vocab_size": 700}])
-def test_weights_of_another_shape_are_refused(folder, refused, change):
-    edit(folder / "config.json", **change)
-    assert "expected model.embed_tokens.weight of shape" in refused(folder)
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
-def test_a_quantization_that_transformers_leaves_out_is_refused(folder, refused):
-    edit(folder / "config.json", quantization_config={"quant_method": "nope"})
-    assert "its quantization is not known to transformers" in refused(folder)
-
-
-def small(tokenizer):
-    return {
-        "vocab_size": len(tokenizer),
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-    }
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-def test_an_encoder_is_refused(tokenizer, tmp_path, refused, dtype):
+def test_an_encoder_is_refused(tokenizer, tmp_path, refused):
     torch.manual_seed(0)
-    config = BertConfig(**small(tokenizer), initializer_range=0.5)
-    BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    sizes = {"vocab_size": len(tokenizer), "intermediate_size": 64, **SIZES}
+    BertLMHeadModel(BertConfig(**sizes, initializer_range=0.5)).save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
-    said = refused(tmp_path / "bert", "--dtype", dtype)
+    said = refused(tmp_path / "bert", "--dtype", "bfloat16")
     assert "whose logits depend on the tokens that follow" in said
-
-
-def test_an_encoder_decoder_is_refused(tokenizer, tmp_path, refused):
-    config = BartConfig(
-        vocab_size=len(tokenizer),
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-    )
-    BartForConditionalGeneration(config).save_pretrained(tmp_path / "bart")
-    tokenizer.save_pretrained(tmp_path / "bart")
-    said = refused(tmp_path / "bart")
-    assert "expected a causal language model, got an encoder-decoder (bart)" in said
 
 
 def test_a_reward_model_is_refused(models, folder, refused):
@@ -159,9 +125,8 @@ def test_different_vocabularies_are_refused(models, write_chats, score, tmp_path
 
 
 @pytest.mark.parametrize("role", ["policy", "reference"])
-@pytest.mark.parametrize("name", ["a b", "\udcff"])
-def test_a_model_that_is_not_there_is_named(write_chats, score, capsys, role, name):
-    code, _ = score(write_chats(GOOD), **{role: name})
+def test_a_model_that_is_not_there_is_named(write_chats, score, capsys, role):
+    code, _ = score(write_chats(GOOD), **{role: "a b"})
     assert code == 2
     assert f"score: {role}: cannot load a tokenizer from '" in capsys.readouterr().err
 
@@ -183,26 +148,6 @@ def test_a_folder_that_is_not_there_is_named(write_chats, score, capsys, no_load
     assert code == 2
     told = f"score: {role}: expected a folder, found none at {name}; check the path\n"
     assert capsys.readouterr().err.endswith(told)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "owner/name"])
-def test_a_name_that_a_hub_may_have_is_loaded(write_chats, tmp_path, monkeypatch, name):
-    loaded = []
-
-    def load(policy, reference, *options):
-        loaded.append((policy, reference))
-        raise ScoreError("enough")
-
-    monkeypatch.setattr(job, "load_pair", load)
-    with pytest.raises(ScoreError, match="enough"):
-        score_chats(write_chats(GOOD), name, name, tmp_path / "out")
-    assert loaded == [(name, name)]
-
-
-@pytest.mark.parametrize("rows", [["no json", {"messages": []}], []])
-def test_no_model_is_loaded_for_a_file_without_a_chat(write_chats, score, capsys, no_loading, rows):
-    assert score(write_chats(*rows))[0] == 2
-    assert f"no chat to score, {len(rows)} skipped" in capsys.readouterr().err
 
 
 def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):
@@ -233,10 +178,7 @@ BAD_TEMPLATES = {
     "not utf-8": (b"\xff\xfe{{ x }}", "chat_template: expected UTF-8 text in "),
     "empty": (b"\n", "chat_template: expected a Jinja template, got the empty file "),
     "not jinja": (b"\n{% for m in %}", "chat_template: the file is no Jinja template: line 2: "),
-    "unknown filter": (b"{{ messages | nope }}", "No filter named 'nope'"),
-    "unclosed": (b"{% generation %}", "chat_template: the file is no Jinja template: line 1: "),
     "raises": (b"{{ raise_exception('never\nthis') }}", "messages: TemplateError: never this"),
-    "raises nothing": (b"{{ raise_exception('') }}", "messages: TemplateError; "),
     "endless": (b"{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError: Range too big"),
     "recursive": (b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "escaping": (b"{{ messages.__class__.__mro__ }}", "SecurityError"),
@@ -249,12 +191,6 @@ def test_a_template_that_does_not_do_is_refused(models, tmp_path, refused, name)
     content, message = BAD_TEMPLATES[name]
     (tmp_path / "template.jinja").write_bytes(content)
     assert message in refused(models.policy, "--chat-template", tmp_path / "template.jinja")
-
-
-@pytest.mark.parametrize("path", [".", "none.jinja"])
-def test_a_template_that_is_no_file_is_named(models, tmp_path, refused, path):
-    said = refused(models.policy, "--chat-template", tmp_path / path)
-    assert "chat_template: expected a file" in said
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "nowhere"])

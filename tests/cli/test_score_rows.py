@@ -42,7 +42,6 @@ BAD = {
     "not json": ('{"messages": [', "unreadable line"),
     "not utf-8": (b'{"messages": "\xff"}', "unreadable line"),
     "nul characters": (b"\0\0\0", "unreadable line"),
-    "a comment": ("// nothing", "unreadable line"),
     "nested": (nested(200_000, {"messages": "DEEP"}), "nested too deeply"),
     "nested in what the template reads": (
         nested(940, messages(USER, {"role": "assistant", "tool_calls": [{"a": "DEEP"}]})),
@@ -54,32 +53,19 @@ BAD = {
         "the key 'messages' stands twice",
     ),
     "a number": ("5", "got 5"),
-    "null": ("null", "got None"),
-    "nan": ('{"messages": NaN}', "got nan"),
     "no messages": ({"text": "hi"}, '{"messages": [...]}'),
-    "messages are an object": ({"messages": {"role": "user"}}, '{"messages": [...]}'),
     "empty chat": ({"messages": []}, "empty chat"),
     "a message is null": (messages(USER, None, SAID), "messages[1]: expected"),
-    "a message is a list": (messages([USER, SAID]), "messages[0]: expected"),
     "no assistant": (messages(USER), "no assistant turn: the roles are ['user']"),
     "control characters in the role": (
         messages({"role": "\x1b[2J", "content": "x"}),
         r"the roles are ['\x1b[2J']",
     ),
     "no role": (messages({"content": "hi"}, SAID), "messages[0]"),
-    "role is a number": (messages({"role": 5, "content": "hi"}, SAID), "messages[0]"),
     "no content": (messages(USER, {"role": "assistant"}), "messages[1]: no content"),
     "content is a number": (
         messages(USER, {"role": "assistant", "content": 5}),
         "messages[1].content: expected a string, got 5",
-    ),
-    "content is an object": (
-        messages({"role": "user", "content": {"a": 1}}, SAID),
-        "messages[0].content: expected a string, got {'a': 1}",
-    ),
-    "content is infinite": (
-        '{"messages": [{"role": "user", "content": 1e999}]}',
-        "messages[0].content: expected a string, got inf",
     ),
     "image": (messages({"role": "user", "content": [{"type": "image_url"}]}), "text parts only"),
     "part is null": (messages({"role": "user", "content": [None]}, SAID), "text parts only"),
@@ -91,35 +77,26 @@ BAD = {
         messages({"role": SURROGATE, "content": "x"}, USER, SAID),
         "messages[0].role: not valid Unicode",
     ),
-    "surrogate in the role and no assistant": (
-        messages({"role": SURROGATE, "content": "x"}),
-        "messages[0].role: not valid Unicode",
-    ),
     "surrogate that the template renders": (
         messages(USER, {"role": "assistant", "tool_calls": [{"name": SURROGATE}]}),
         "the rendered chat is not valid Unicode",
     ),
-    "surrogate in a key twice": (r'{"\ud800": 1, "\ud800": 2}', r"the key '\ud800' stands twice"),
     "tools are text": (
         messages(USER, SAID, tools="calculator"),
         "tools: expected a list of objects",
     ),
-    "a tool is a number": (messages(USER, SAID, tools=[5]), "tools: expected a list of objects"),
     "tool calls are a number": (
         messages(USER, {"role": "assistant", "tool_calls": 5}),
         "messages[1].tool_calls: expected a list of objects, got 5",
     ),
     "too long": (chat("Count.", "one two three " * 600), "at most 1024 tokens"),
-    "too long by far": (chat("x" * 200_000, "y"), "at most 1024 tokens"),
     "assistant first": (messages({"role": "assistant", "content": "Hi"}), "messages[0]"),
 }
 # Rows that are odd and right.
 ODD = {
     "tools are empty": messages(USER, SAID, tools={}),
     "nul in the content": chat("a\0b", "c\0"),
-    "empty turn": messages(USER, {"role": "assistant", "content": ""}),
     "surrogate where nobody reads": messages({**USER, SURROGATE: SURROGATE}, SAID),
-    "surrogate in a note": messages(USER, SAID, note=SURROGATE),
     "special tokens in the content": chat("<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
     "markup": chat("[bold]</script><b>", "[/]"),
     "nan in a tool call": messages(
@@ -187,17 +164,6 @@ def test_all_other_rows_are_scored(mixed):
     assert len(mixed.skipped) == len(mixed.summary.skipped) == len(BAD)
 
 
-def test_a_bad_row_does_not_change_what_the_others_get(mixed):
-    totals = {row["kl_total"] for row in mixed.summary.rows if row["chat"] % 2}
-    assert max(totals) - min(totals) < 1e-5
-
-
-def test_the_report_names_what_was_left_out(mixed):
-    page = (mixed.out / "report.html").read_text(encoding="utf-8")
-    assert f"{len(BAD)} chats were skipped" in page
-    assert page.count(f"<li>{mixed.path.name}:") == len(BAD)
-
-
 def test_what_was_left_out_is_counted_and_ends_the_command_with_1(write_chats, score, capsys):
     path = write_chats(GOOD, "{", GOOD)
     code, out = score(path)
@@ -213,14 +179,6 @@ def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys
     code, out = score(path, "--strict")
     assert code == 2
     assert f"{path}:2: messages[0].role" in capsys.readouterr().err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("bad", [[], ["{", "5"]], ids=["empty", "all bad"])
-def test_nothing_left_to_score_is_refused(write_chats, score, capsys, bad):
-    code, out = score(write_chats(*bad))
-    assert code == 2
-    assert f"no chat to score, {len(bad)} skipped" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -287,12 +245,3 @@ def test_a_broken_parquet_file_is_named(score, tmp_path, capsys, content):
     code, _ = score(path)
     assert code == 2
     assert f"{path}: not a readable Parquet file" in capsys.readouterr().err
-
-
-def test_a_parquet_file_without_messages_is_named(score, tmp_path, capsys):
-    path = table_of(tmp_path / "chats.parquet", text=["hi"])
-    code, _ = score(path)
-    assert code == 2
-    said = capsys.readouterr().err
-    assert 'expected {"messages": [...]}' in said and "got {'text': 'hi'}" in said
-    assert "rename its columns" in said

@@ -40,13 +40,6 @@ def test_a_log_without_a_terminal_is_told_that_work_goes_on(
     assert re.search(r"^score: 3 of 3 chats, running for \d+ s$", said, re.MULTILINE)
 
 
-def test_the_means_of_both_answers_are_said(score, write_chats, capsys):
-    score(write_chats({"prompt": "Hi", "chosen": "Hello!", "rejected": "No."}))
-    said = capsys.readouterr().out
-    assert re.search(r"^chosen: 1 chat, mean KL \d", said, re.MULTILINE)
-    assert re.search(r"^rejected: 1 chat, mean KL \d", said, re.MULTILINE)
-
-
 PAGE = Path(__file__).parents[2] / "docs/tutorials/score-your-chats.md"
 
 

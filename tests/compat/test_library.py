@@ -63,13 +63,6 @@ def test_a_word_whose_name_is_lost_raises_the_reason(library, place):
     )
 
 
-def test_a_word_is_the_function_itself_where_its_module_is_loaded(library):
-    def word():
-        """The size."""
-
-    assert library.needs("some_library:_tool")(word) is word
-
-
 def test_a_module_that_is_not_loaded_is_looked_for_at_the_first_call(library, monkeypatch):
     @library.needs("some_library.late:_tool")
     def word():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import LogProbs
 
@@ -57,18 +57,3 @@ def test_a_tensorclass_holds_its_tensors_in_a_tensordict():
 def test_a_change_is_said_in_a_sentence(monkeypatch, constant, changed, match):
     monkeypatch.setattr(compat, constant, changed)
     assert any(match in sentence for sentence in compat.differences())
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        TensorDict({"x": torch.zeros(2)}, batch_size=[2]).lock_(),
-        lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (2, 3)]).lock_(),
-        NonTensorData("x"),
-    ],
-)
-def test_caches_are_all_that_use_adds(value):
-    """What locking and reading leave in an object is known, too."""
-    value.clone(), value.batch_size, value.is_locked
-    known = compat._OF_PLAIN | compat._OF_STACK | compat._OF_TENSORCLASS | compat.CACHES
-    assert vars(value).keys() <= known | {"_is_initialized"}

@@ -8,14 +8,10 @@ import subprocess
 import sys
 
 import pytest
-import torch
-import torchrl.envs.llm
 import torchrl.envs.llm.transforms.kl as torchrl_kl
-from tensordict import TensorDict
 
 import fusedrl
 from fusedrl.integrations import torchrl as integration
-from fusedrl.transforms import kl_computation
 
 HomeOfKL = torchrl_kl.KLComputation  # a user's import from before the patch
 
@@ -71,41 +67,6 @@ def test_unknown_names_are_refused_before_anything_changes():
     with pytest.raises(TypeError, match=r"pass \['KLComputation'\]"):
         fusedrl.patch_torchrl("KLComputation")
     assert torchrl_kl.KLComputation is before
-
-
-class ModelStub(torch.nn.Module):
-    """As much of a log-prob wrapper as building a transform asks for."""
-
-    generate, return_log_probs, pad_output, input_mode = False, True, False, "history"
-    in_keys, out_keys = (("history", "full"),), ()
-
-    def __init__(self, log_probs_key: str) -> None:
-        super().__init__()
-        self.log_probs_key = log_probs_key
-
-
-def test_torchrls_own_code_builds_ours():
-    """Its methods look the classes up in its module when they are called."""
-    theirs = torchrl_kl.RetrieveKL
-    with fusedrl.patch_torchrl():
-        made = theirs(ModelStub("log_probs"), ModelStub("ref_log_probs"))
-    assert [type(part) for part in made] == [
-        fusedrl.RetrieveLogProb,
-        fusedrl.RetrieveLogProb,
-        fusedrl.KLComputation,
-    ]
-
-
-def test_ours_still_reach_the_originals():
-    data = TensorDict(
-        {("log_probs", "full"): torch.ones(2, 3), ("ref_log_probs", "full"): torch.zeros(2, 3)},
-        batch_size=(2,),
-    )
-    with fusedrl.patch_torchrl():
-        made = torchrl.envs.llm.KLComputation(coeff=0.5)
-        assert isinstance(made, HomeOfKL) and made.out_keys == ["kl_penalty", "reward"]
-        assert kl_computation._KLComputation is HomeOfKL
-        assert made(data)["kl_penalty"].sum() == 6
 
 
 def test_stored_transforms_of_torchrl_load_under_the_patch():

@@ -1,4 +1,7 @@
-"""TRL's trainers with and without the patch: the same steps, on our functions."""
+"""TRL's trainers of log-probs alone, with and without the patch: the same steps, on our functions.
+
+Those of GRPO, RLOO and DPO are in ``test_trl_sharing.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 import trl
 from datasets import Dataset
 from one_thread import one_thread
-from tiny_trl import PAIRS, TEXTS, by_length, options, save_model, trained
+from tiny_trl import PAIRS, TEXTS, options, save_model, trained
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 import fusedrl
@@ -46,31 +49,6 @@ def called(monkeypatch):
     return counts
 
 
-def grpo(folder: str, out: Any) -> Any:
-    return trl.GRPOTrainer(
-        folder,
-        reward_funcs=by_length,
-        args=trl.GRPOConfig(
-            **options(out), num_generations=2, max_completion_length=6, beta=0.1, temperature=0.9
-        ),
-        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
-    )
-
-
-def rloo(folder: str, out: Any) -> Any:
-    return trl.RLOOTrainer(
-        folder,
-        reward_funcs=by_length,
-        args=trl.RLOOConfig(**options(out), num_generations=2, max_completion_length=6, beta=0.1),
-        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
-    )
-
-
-def dpo(folder: str, out: Any) -> Any:
-    args = trl.DPOConfig(**options(out))
-    return trl.DPOTrainer(folder, args=args, train_dataset=Dataset.from_dict(PAIRS))
-
-
 def sft(folder: str, out: Any) -> Any:
     args = trl.SFTConfig(**options(out))
     return trl.SFTTrainer(folder, args=args, train_dataset=Dataset.from_dict({"text": TEXTS}))
@@ -90,14 +68,7 @@ def cpo(folder: str, out: Any) -> Any:
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("make", "op"),
-    [
-        (grpo, "linear_token_log_probs"),
-        (rloo, "linear_token_log_probs"),
-        (dpo, "linear_token_log_probs"),
-        (sft, "linear_token_log_probs"),
-        (cpo, "token_log_probs"),
-    ],
+    ("make", "op"), [(sft, "linear_token_log_probs"), (cpo, "token_log_probs")]
 )
 def test_steps_under_the_patch_are_those_without_it(make, op, folder, called, tmp_path):
     expected_logs, expected = trained(make, folder, tmp_path)

@@ -6,19 +6,16 @@ import copy
 import gc
 import types
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fusedrl.models import WithoutAdapters, capabilities, causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
-from fusedrl.models.comparison import UNCOMPILED
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
 from .tiny import definition, model_of
@@ -160,19 +157,7 @@ def leak_on_class(layer):
     return lambda: setattr(layer, "__class__", kind)
 
 
-def leak_on_instance(layer):
-    on_instance(layer, leaking)
-    return lambda: delattr(layer, "forward")
-
-
-def leak_everywhere(layer):
-    kind = type(layer)
-    plain = kind.forward
-    kind.forward = leaking(plain)
-    return lambda: setattr(kind, "forward", plain)
-
-
-CHANGES = [leak_by_hook, leak_in_training, leak_on_class, leak_on_instance, leak_everywhere]
+CHANGES = [leak_by_hook, leak_in_training, leak_on_class]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -210,14 +195,6 @@ def test_scales_and_caps_are_those_of_now():
     check(model)
 
 
-def test_another_configuration_counts():
-    model = model_of("gemma3_text")
-    check(model)
-    model.config.is_causal = False
-    model.config.use_bidirectional_attention = True
-    check(model, splits=False, together=False)
-
-
 def test_the_base_of_adapters_counts():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
@@ -250,11 +227,9 @@ def test_zeros_tell_nothing():
     nn.init.normal_(model.lm_head.weight)
     check(model, splits=False, together=False)
     model = model_of("llama")
-    weight = model.lm_head.weight.detach().clone()
     nn.init.zeros_(model.lm_head.weight)
     check(model, splits=False, together=False)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(weight)
+    nn.init.normal_(model.lm_head.weight)
     check(model)
 
 
@@ -277,13 +252,9 @@ def test_a_comparison_leaves_the_model_as_it_was(dtype):
         modules = list(model.modules())
         return str(
             (
-                [dict(vars(module)["_parameters"]) for module in modules],
-                [
-                    list(module._forward_hooks) + list(module._forward_pre_hooks)
-                    for module in modules
-                ],
-                [module.training for module in modules],
-                [set(vars(module)) for module in modules],
+                [dict(vars(x)["_parameters"]) for x in modules],
+                [(list(x._forward_hooks), list(x._forward_pre_hooks)) for x in modules],
+                [(x.training, set(vars(x))) for x in modules],
                 copy.deepcopy(model.config.to_dict()),
                 torch.get_rng_state(),
             )
@@ -303,20 +274,6 @@ def test_a_comparison_leaves_the_model_as_it_was(dtype):
     assert state() == before
 
 
-def test_an_error_of_the_model_reaches_the_caller():
-    model = model_of("llama")
-    capabilities_of(model)
-
-    def fail(*_):
-        raise RuntimeError("out of order")
-
-    handle = model.model.layers[1].register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="out of order"):
-        causal_log_probs(model, TOKENS, LENGTHS)
-    handle.remove()
-    check(model)
-
-
 def test_models_of_other_makes_are_asked_for_their_logits():
     class Bigram(nn.Module):
         def __init__(self):
@@ -327,17 +284,11 @@ def test_models_of_other_makes_are_asked_for_their_logits():
             assert options == {"extra": 1}
             return {"logits": self.table(input_ids)}
 
-    class Uniform(nn.Module):
-        def forward(self, input_ids, attention_mask):
-            return {"logits": torch.zeros(*input_ids.shape, 100)}
-
     model = Bigram()
     options = {"model_kwargs": {"extra": 1}}
     out = causal_log_probs(model, TOKENS, LENGTHS, MASK, **options).log_probs
     logits = model.table(TOKENS[:16]).log_softmax(-1)
     close(out[1:17], logits.gather(-1, TOKENS[1:17, None]).squeeze(-1) * MASK[1:17])
-    out = causal_log_probs(Uniform(), TOKENS, LENGTHS).log_probs
-    close(out[1:17], torch.full((16,), 0.01).log())
 
 
 def test_offloaded_weights_are_scored(tmp_path):
@@ -363,23 +314,11 @@ def in_decorator(model):
     return model
 
 
-def with_exact_head(model):
-    model.lm_head.forward = torch.autocast("cpu", enabled=False)(model.lm_head.forward)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("wrap", "outside", "splits"),
-    [
-        (in_autocast, False, True),
-        (in_decorator, False, True),
-        (in_decorator, True, True),
-        (lambda model: model, True, True),
-        (with_exact_head, True, False),
-        (with_exact_head, False, True),
-    ],
+    ("wrap", "outside"),
+    [(in_autocast, False), (in_decorator, False), (in_decorator, True), (lambda x: x, True)],
 )
-def test_a_forward_may_enter_autocast_by_itself(wrap, outside, splits):
+def test_a_forward_may_enter_autocast_by_itself(wrap, outside):
     """The parts compute as the whole does: in autocast, or in none, whoever entered it."""
     model = model_of("llama")
     exact = definition(model, TOKENS, LENGTHS, MASK).detach()
@@ -390,7 +329,7 @@ def test_a_forward_may_enter_autocast_by_itself(wrap, outside, splits):
             expected = definition(model, TOKENS, LENGTHS, MASK)
             ours = causal_log_probs(model, TOKENS, LENGTHS, MASK).log_probs
         rounded = (expected - exact).abs().max()
-        assert (found.parts is not None) == (splits or not autocast)
+        assert found.parts is not None
         # Both are rounded to bfloat16 on the way, or neither is.
         assert (ours - expected).abs().max() <= (2 * rounded if rounded > 1e-3 else 1e-4)
         assert ((ours - exact).abs().max() > 1e-3) == bool(rounded > 1e-3)
@@ -410,18 +349,6 @@ def test_a_slower_way_is_logged_once(caplog, monkeypatch):
         "LlamaForCausalLM: its decoder and head do not compute its own logits in a row of several "
         "sequences; its log-probs are computed from all its logits",
     ]
-
-
-def test_comparisons_in_two_threads_leave_the_compiler_on():
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        one.submit(UNCOMPILED.__enter__).result()
-        other.submit(UNCOMPILED.__enter__).result()
-        one.submit(UNCOMPILED.__exit__).result()
-        other.submit(UNCOMPILED.__exit__).result()
-    torch._dynamo.reset()
-    graphs = CompileCounter()
-    torch.compile(torch.sin, backend=graphs)(torch.ones(2))
-    assert graphs.frame_count == 1
 
 
 def compiled_inside(model, **options):

@@ -76,20 +76,6 @@ def test_sequences_beyond_the_threshold_run_alone_and_whole(kind, rope_type):
         close(out, expected * mask)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-@torch.no_grad()
-def test_the_threshold_matters_in_these_tests(kind):
-    """The long factors change the numbers of a short sequence, or nothing is tested."""
-    model = following(kind, "longrope")
-    short, long = TOKENS.split(LENGTHS)[:2]
-    own = definition(model, short, [len(short)], None)
-    ids = torch.cat((short, long))[None]
-    positions = torch.cat([torch.arange(len(row)) for row in (short, long)])[None]
-    logits = model(input_ids=ids, position_ids=positions).logits[0, : len(short) - 1]
-    beside = logits.log_softmax(-1).gather(-1, short[1:, None]).squeeze(-1)
-    assert (beside - own[1:]).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
 @torch.no_grad()
 def test_short_sequences_still_share_a_row(rope_type):
@@ -133,26 +119,6 @@ def test_a_longer_call_before_is_forgotten():
     close(out, definition(model, tokens, exactly, None))
 
 
-@torch.no_grad()
-def test_a_model_that_follows_the_length_in_secret_runs_alone():
-    """No configuration and no attribute of it says so: a position far ahead shows it."""
-    model = model_of("llama", max_position_embeddings=96)
-    rotary = type(model.model.rotary_emb)
-
-    class Secret(rotary):
-        def forward(self, x, position_ids):
-            cos, sin = super().forward(x, position_ids)
-            return (cos, sin) if position_ids.max() < TRAINED else (cos.flip(-1), sin.flip(-1))
-
-    model.model.rotary_emb.__class__ = Secret
-    assert not capabilities_of(model).together
-    for mask in (MASK, early(LENGTHS)):
-        close(
-            causal_log_probs(model, TOKENS, LENGTHS, mask).log_probs,
-            definition(model, TOKENS, LENGTHS, mask),
-        )
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "starcoder2"])
 @torch.no_grad()
 def test_rotary_models_run_beyond_their_context(kind):
@@ -176,19 +142,3 @@ def test_models_with_a_table_of_positions_refuse_more(kind):
     with pytest.raises(ValueError, match="tokens: sequence 1: expected at most 64 tokens, the mo"):
         causal_log_probs(model, TOKENS[:75], [5, 70])
     assert not called, "on a GPU the model's own error ends the process"
-
-
-def test_the_refusal_of_a_model_itself_names_the_context():
-    model = model_of("llama", max_position_embeddings=32)
-    forward = type(model.model).forward
-
-    class Bounded(type(model.model)):
-        def forward(self, input_ids, **kwargs):
-            if input_ids.shape[1] > 32:
-                raise IndexError("no such position")
-            return forward(self, input_ids=input_ids, **kwargs)
-
-    model.model.__class__ = Bounded
-    with pytest.raises(ValueError, match="sequence 1: expected at most 32 tokens") as refused:
-        causal_log_probs(model, TOKENS, LENGTHS)
-    assert isinstance(refused.value.__cause__, IndexError)

@@ -37,18 +37,6 @@ def cpmant():
     return model.eval()
 
 
-class Summing(nn.Module):
-    """Of another make: the mean over the whole row, padding and all, reaches every token."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(VOCAB, VOCAB)
-
-    def forward(self, input_ids, attention_mask=None):
-        states = self.table(input_ids)
-        return {"logits": states + states[:, :1] * input_ids.shape[1]}
-
-
 def hooked(model):
     model.register_forward_hook(lambda *_: None)
     return model
@@ -68,15 +56,6 @@ def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
         expected,
         1e-5 if dtype == torch.float32 else 0.1,
     )
-
-
-@torch.no_grad()
-def test_a_model_of_another_make_that_sees_the_width():
-    model = Summing()
-    out = causal_log_probs(model, TOKENS, LENGTHS).log_probs
-    row = TOKENS[:17]
-    full = model(row[None])["logits"][0, :-1].log_softmax(-1)
-    close(out[1:17], full.gather(-1, row[1:, None]).squeeze(-1))
 
 
 @torch.no_grad()

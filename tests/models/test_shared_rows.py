@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -67,11 +66,6 @@ def gradients(model, states):
     return [weight.grad for weight in model.get_decoder().parameters()]
 
 
-def near(ours, theirs):
-    scale = float(theirs.detach().abs().max())
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * scale)
-
-
 @pytest.mark.parametrize("window", [{}, {"sliding_window": 40, "use_sliding_window": True}])
 @pytest.mark.parametrize(("kind", "attention"), ATTENTIONS)
 def test_states_and_gradients_are_those_of_the_batch(kind, attention, window):
@@ -123,21 +117,6 @@ def test_a_recomputed_layer_follows_the_tree(reentrant):
         assert torch.equal(plain, recomputed)
 
 
-def test_router_logits_are_those_of_the_batch():
-    model = model_of("qwen2_moe")
-    batch = {**groups(), "output_router_logits": True}
-    counts = counted(model)
-    theirs = model.get_decoder()(**batch).router_logits
-    shared_states(model, batch, counts)
-    with sharing_prefixes(model):
-        ours = model.get_decoder()(**batch).router_logits
-    assert counts[-1] == NODES
-    real = batch["attention_mask"].flatten().bool()
-    for mine, reference in zip(ours, theirs, strict=True):
-        assert mine.shape == reference.shape
-        near(mine[real], reference[real])
-
-
 def stripped(batch, **changes):
     return {name: x for name, x in {**batch, **changes}.items() if x is not None}
 
@@ -146,7 +125,6 @@ OTHER_CALLS = {
     "one row": lambda b: {name: x if x is False else x[:1] for name, x in b.items()},
     "nothing shared": lambda b: stripped(b, input_ids=drawn(5 * 60, 3).view(5, 60)),
     "a cache": lambda b: stripped(b, use_cache=True),
-    "a cache by default": lambda b: stripped(b, use_cache=None),
     "no mask": lambda b: stripped(b, attention_mask=None),
     "a mask of pairs": lambda b: stripped(
         b, attention_mask=b["attention_mask"][:, None, None].expand(-1, 1, 60, 60).bool()
@@ -175,23 +153,10 @@ def test_other_calls_are_left_alone(call):
     assert seen[0] == seen[-1]
 
 
-def heavy(way):
-    return pytest.param(way, marks=pytest.mark.heavy)
+HEAVY = [pytest.param(way, marks=pytest.mark.heavy) for way in ("compiled", "layer", "flex")]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "dropout",
-        heavy("compiled"),
-        heavy("layer"),
-        heavy("flex"),
-        "type",
-        "prompt",
-        "long",
-        "square",
-    ],
-)
+@pytest.mark.parametrize("way", ["dropout", "type", "prompt", "long", *HEAVY])
 def test_models_that_share_nothing(way, caplog):
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     options = {
@@ -199,16 +164,13 @@ def test_models_that_share_nothing(way, caplog):
         "long": {"max_position_embeddings": 60, "rope_parameters": scaling},
     }
     kind = "gpt2" if way == "type" else "llama"
-    attention = {"flex": "flex_attention", "square": "eager"}.get(way)
+    attention = "flex_attention" if way == "flex" else None
     model = model_of(kind, attention, **options.get(way, {})).train()
     if way == "prompt":
         peft = pytest.importorskip("peft")
         prompts = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, prompts)
     batch = groups()
-    if way == "square":  # little is shared, so that one row's square is larger than the batch's
-        rows = [torch.cat((drawn(32, 0), drawn(40, n))) for n in range(2, 7)]
-        batch = padded(rows)
     counts = counted(model)
     caplog.clear()
     if way == "compiled":
@@ -232,36 +194,12 @@ def test_adapters_share_and_so_does_the_model_without_them():
     real = batch["attention_mask"].bool()
     theirs = adapted(**batch).logits[real]
     with sharing_prefixes(adapted):
-        near(adapted(**batch).logits[real], theirs)
+        torch.testing.assert_close(adapted(**batch).logits[real], theirs, rtol=0, atol=1e-4)
         with adapted.disable_adapter():
             below = adapted(**batch).logits[real]
     assert counts.count(NODES) == 2
     with adapted.disable_adapter():
-        near(below, adapted(**batch).logits[real])
-
-
-def test_hooks_of_others_see_the_batch():
-    model = model_of("llama")
-    decoder, batch, seen = model.get_decoder(), groups(), []
-    decoder.register_forward_hook(lambda m, a, output: seen.append(output[0].shape[:2]))
-    with sharing_prefixes(model):
-        decoder.register_forward_hook(lambda m, a, output: seen.append(output[0].shape[:2]))
-        decoder(**batch)
-    assert seen[-2:] == [batch["input_ids"].shape] * 2
-
-
-def test_another_thread_computes_as_ever():
-    model = model_of("llama")
-    batch = groups()
-    counts = counted(model)
-    shared_states(model, batch, counts)
-    counts.clear()
-    with sharing_prefixes(model):
-        thread = threading.Thread(target=states_of, args=(model, batch))
-        thread.start()
-        thread.join()
-        states_of(model, batch)
-    assert counts == [batch["input_ids"].numel(), NODES]
+        torch.testing.assert_close(below, adapted(**batch).logits[real], rtol=0, atol=1e-4)
 
 
 def test_an_error_leaves_nothing_behind():
@@ -283,23 +221,3 @@ def test_an_error_leaves_nothing_behind():
         states_of(model, batch)
     states_of(model, batch)
     assert counts == [NODES, batch["input_ids"].numel()]
-
-
-def test_a_wrapper_of_ddp_is_tried_within():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = model_of("llama")
-        counts = counted(model)
-        batch = groups()
-        real = batch["attention_mask"].bool()
-        theirs = model(**batch).logits[real]
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        with sharing_prefixes(wrapped):
-            ours = wrapped(**batch).logits[real]
-        ours.square().sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert counts[-1] == NODES
-    near(ours, theirs)
-    assert all(p.grad is not None for p in model.parameters())

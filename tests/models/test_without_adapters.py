@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
@@ -80,19 +79,6 @@ def test_gradients_with_checkpointing_are_those_without(use_reentrant):
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         close(grads[1][name], grad, 1e-3)
-
-
-@torch.no_grad()
-def test_adapters_that_tokens_activate():
-    """The policy's forward looks for these tokens, which its decoder does not."""
-    if "alora_invocation_tokens" not in inspect.signature(peft.LoraConfig).parameters:
-        pytest.skip("this peft has none")
-    tokens = TOKENS.index_copy(0, torch.tensor([3, 4]), torch.tensor([5, 7]))
-    policy = adapted(model_of("qwen2"), task_type="CAUSAL_LM", alora_invocation_tokens=[5, 7])
-    policy.eval()
-    expected = definition(policy, tokens, LENGTHS, MASK)
-    assert (expected - definition(model_of("qwen2"), tokens, LENGTHS, MASK)).abs().max() > 0.1
-    close(causal_log_probs(policy, tokens, LENGTHS, MASK).log_probs, expected)
 
 
 def test_adapters_of_transformers_itself():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,24 +126,30 @@ class OneReward(Transform):
         return reward_spec
 
 
+def chats(
+    *transforms: Transform,
+    tokenizer: Any,
+    rows: int = 2,
+    mode: str = "history",
+    questions: Sequence[str] = QUESTIONS,
+) -> TransformedEnv:
+    """A ``ChatEnv`` that asks the questions, with a reward and the given transforms."""
+    loader = torch.utils.data.DataLoader(
+        [{"query": question} for question in questions] * 4,
+        batch_size=rows,
+        collate_fn=lambda batch: TensorDict(
+            query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
+        ),
+    )
+    env = TransformedEnv(ChatEnv(batch_size=(rows,), tokenizer=tokenizer, input_mode=mode))
+    for transform in (DataLoadingPrimer(dataloader=loader), OneReward(), *transforms):
+        env.append_transform(transform)
+    return env
+
+
 @pytest.fixture
 def chat_env(tokenizer: Any) -> Callable[..., TransformedEnv]:
-    """A ``ChatEnv`` that asks the questions, with a reward and the given transforms."""
-
-    def build(*transforms: Transform, rows: int = 2) -> TransformedEnv:
-        loader = torch.utils.data.DataLoader(
-            [{"query": question} for question in QUESTIONS * 4],
-            batch_size=rows,
-            collate_fn=lambda batch: TensorDict(
-                query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
-            ),
-        )
-        env = TransformedEnv(ChatEnv(batch_size=(rows,), tokenizer=tokenizer))
-        for transform in (DataLoadingPrimer(dataloader=loader), OneReward(), *transforms):
-            env.append_transform(transform)
-        return env
-
-    return build
+    return partial(chats, tokenizer=tokenizer)
 
 
 @pytest.fixture

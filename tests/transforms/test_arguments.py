@@ -48,8 +48,3 @@ def test_both_names_are_refused():
         KLComputation(GEN, gen_log_probs_key=GEN)
     with pytest.raises(TypeError, match="coeff: expected it or coef, got both"):
         KLRewardTransform(coef=1.0, coeff=1.0)
-
-
-def test_the_present_names_do_not_warn(caught):
-    KLComputation(GEN, ref_log_probs_full_key=REF, coeff=1.0)
-    assert not caught

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from tensordict import TensorDict, lazy_stack
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm import ChatEnv
-from torchrl.envs.llm.transforms import DataLoadingPrimer
 from torchrl.envs.llm.transforms import KLRewardTransform as TorchrlKLRewardTransform
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import KLRewardTransform
 
-from .conftest import QUESTIONS, OneReward
+from .conftest import QUESTIONS
 from .dialogs import assert_rows_equal, rows
 
 FULL = ("log_probs", "full")
@@ -232,15 +231,6 @@ def test_gradients_only_where_asked_for(tokens_reference, detach):
         torch.testing.assert_close(leaf.grad, -COEF * (torch.arange(7) >= PROMPTS[0]).float())
 
 
-@pytest.mark.parametrize("coef", [1, COEF, torch.tensor(COEF), torch.tensor([COEF])])
-def test_coef_is_a_buffer(tokens_reference, coef):
-    transform = KLRewardTransform(tokens_reference(), coef=coef)
-    assert "coef" in dict(transform.named_buffers())
-    out = transform(lazy_stack(with_reward(samples(), per_token=False)))["next"]
-    kl, reward = rows(out, "kl_penalty"), rows(out, "reward")
-    assert_rows_equal(reward, [1.0 + i - float(coef) * row for i, row in enumerate(kl)])
-
-
 def test_bad_arguments_are_refused(tokens_reference):
     cases = [
         ({}, "ref_model: .* neither"),
@@ -300,20 +290,6 @@ def test_refused_data_are_unchanged(tokens_reference, what):
         torch.testing.assert_close(dict(td.items(True, True)), entries, rtol=0, atol=0)
 
 
-def chat_env(tokenizer, mode, questions, *transforms):
-    loader = torch.utils.data.DataLoader(
-        [{"query": question} for question in questions * 4],
-        batch_size=2,
-        collate_fn=lambda batch: TensorDict(
-            query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
-        ),
-    )
-    env = TransformedEnv(ChatEnv(batch_size=(2,), tokenizer=tokenizer, input_mode=mode))
-    for transform in (DataLoadingPrimer(dataloader=loader), OneReward(), *transforms):
-        env.append_transform(transform)
-    return env
-
-
 # torchrl's environment of tokens cannot reset to prompts of different lengths.
 ENVIRONMENTS = [("history", QUESTIONS), ("tokens", ["How are you?"] * 2)]
 
@@ -334,9 +310,9 @@ class TestEnvironment:
         )
 
     @pytest.fixture
-    def env(self, tokenizer, tokens_reference, mode, questions, pad_output):
+    def env(self, chat_env, tokens_reference, mode, questions, pad_output):
         transform = KLRewardTransform(tokens_reference(pad_output=pad_output), coef=COEF)
-        return chat_env(tokenizer, mode, questions, transform)
+        return chat_env(transform, mode=mode, questions=questions)
 
     def test_a_step_and_its_specs(self, env, generating, reference_model):
         data = generating(env.reset())

@@ -21,28 +21,14 @@ END = 2  # <|im_end|>
 def reads(wrap, policy_model, tokenizer):
     """The sequences that are read from rows under a tokenizer with these special tokens."""
 
-    def reads(rows, pad, eos=END, bos=None, begins=False):
+    def reads(rows, pad):
         own = copy.deepcopy(tokenizer)
         names = own.convert_ids_to_tokens
-        own.eos_token, own.pad_token = names(eos), names(pad)
-        own.bos_token = None if bos is None else names(bos)
-        if begins:
-            call = type(own).__call__
-            own.__class__ = type(
-                "Beginning",
-                (type(own),),
-                {
-                    "__call__": lambda self, text: {
-                        "input_ids": [bos, *call(self, text)["input_ids"]]
-                    }
-                },
-            )
+        own.eos_token, own.pad_token, own.bos_token = names(END), names(pad), None
         wrapper = wrap(policy_model, input_mode="tokens", tokenizer=own, pad_output=True)
         data = TensorDict({TOKENS: torch.tensor(rows)}, batch_size=len(rows))
         batch = RetrieveLogProb(wrapper, assistant_only=False).read(data)
-        sequences = [row.tolist() for row in batch.tokens.split(batch.lengths)]
-        dense = data[TOKENS].where(batch.attended, -1).tolist()
-        return sequences, dense
+        return [row.tolist() for row in batch.tokens.split(batch.lengths)]
 
     return reads
 
@@ -66,7 +52,7 @@ def reads(wrap, policy_model, tokenizer):
     ],
 )
 def test_a_padding_token_that_ends_sequences(reads, rows, expected):
-    assert reads(rows, pad=END)[0] == expected
+    assert reads(rows, pad=END) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,7 +66,7 @@ def test_a_padding_token_that_ends_sequences(reads, rows, expected):
     ],
 )
 def test_a_padding_token_of_its_own_may_be_at_both_ends(reads, rows, expected):
-    assert reads(rows, pad=0)[0] == expected
+    assert reads(rows, pad=0) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,14 +80,6 @@ def test_a_padding_token_of_its_own_may_be_at_both_ends(reads, rows, expected):
 def test_what_cannot_be_told_is_refused(reads, rows):
     with pytest.raises(ValueError, match=r"tokens: expected padding that can be told .* eos token"):
         reads(rows, pad=END)
-
-
-def test_a_padding_token_that_begins_sequences(reads):
-    rows = [[0, A, B], [0, 0, A]]
-    with pytest.raises(ValueError, match=r"at the start of rows, and it is also the bos token"):
-        reads(rows, pad=0, bos=0, begins=True)
-    assert reads(rows, pad=0, bos=0)[0] == [[A, B], [A]]  # the tokenizer never puts it there
-    assert reads([[A, B, 0]], pad=0, bos=0, begins=True)[0] == [[A, B]]
 
 
 def test_a_mask_tells(wrap, policy_model, tokenizer):

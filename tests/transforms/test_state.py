@@ -30,12 +30,6 @@ SPECS = {
     "observation": lambda: Composite(shape=(2,)),
     "reward": lambda: Composite(reward=Unbounded((2, 1, 1)), shape=(2,)),
     "action": lambda: Composite(action=Unbounded((2, 3)), shape=(2,)),
-    "state": lambda: Composite(state=Unbounded((2, 3)), shape=(2,)),
-    "input": lambda: Composite(
-        full_action_spec=Composite(action=Unbounded((2, 3)), shape=(2,)),
-        full_state_spec=Composite(shape=(2,)),
-        shape=(2,),
-    ),
     "output": lambda: Composite(
         full_observation_spec=Composite(shape=(2,)),
         full_reward_spec=Composite(reward=Unbounded((2, 1, 1)), shape=(2,)),

@@ -31,14 +31,6 @@ CASES = [
     if mode == "history" or not assistant_only
 ]
 
-DEVICES = [None, "cpu", torch.device("cpu")]
-MOVES = {
-    "nowhere": lambda transform: transform,
-    "to a name": lambda transform: transform.to("cpu"),
-    "to a device": lambda transform: transform.to(torch.device("cpu")),
-    "to a dtype": lambda transform: transform.to(torch.float32),
-}
-
 
 def both(name: str) -> tuple[Any, Any]:
     """Our class of this name, and torchrl's."""

@@ -6,8 +6,6 @@ import inspect
 import re
 
 import pytest
-import torch
-from torchrl.data import Composite, Unbounded
 
 from fusedrl.transforms import renamed_arguments
 
@@ -49,22 +47,3 @@ def test_arguments_of_the_examples(name):
 def test_instances_are_torchrl_instances(name):
     ours, theirs = both(name)
     assert issubclass(ours, theirs) and ours is not theirs
-
-
-class TestWhereTorchrlIsWrong:
-    """Each test shows torchrl's answer first, so that a torchrl that mends it is noticed."""
-
-    def test_the_kl_spec_lacks_the_tokens(self):
-        ours, theirs = (
-            cls().transform_observation_spec(Composite(shape=(2,)))["kl_penalty"]
-            for cls in both("KLComputation")
-        )
-        assert theirs.shape == (2,) and ours.shape == (2, -1)
-
-    def test_the_reward_spec_has_a_dimension_too_many(self):
-        def spec(cls) -> torch.Size:
-            before = Composite(reward=Unbounded((2, 1)), shape=(2,))
-            return cls().transform_reward_spec(before)["reward"].shape
-
-        ours, theirs = map(spec, both("KLComputation"))
-        assert theirs == (2, 1, -1, 1) and ours == (2, -1, 1)

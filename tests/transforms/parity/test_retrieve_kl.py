@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import Composite, Unbounded
 
 from ..dialogs import CHATS, conversations, rows
 from .comparison import (
@@ -139,19 +138,3 @@ class TestWhereTorchrlIsWrong:
         out = out["next"] if in_next else out
         assert not out["kl_penalty"].is_nested
         self.check(out, scored, mode, build, True, reward)
-
-    @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL"])
-    def test_specs_in_an_environment_raise(self, name, policy, reference):
-        ours, theirs = both(name)
-        models = (policy(), reference())[: 1 if name == "RetrieveLogProb" else 2]
-        with pytest.raises(KeyError):
-            theirs(*models).transform_output_spec(_output_spec())
-        ours(*models).transform_output_spec(_output_spec())
-
-
-def _output_spec() -> Composite:
-    return Composite(
-        full_observation_spec=Composite(shape=(2,)),
-        full_reward_spec=Composite(reward=Unbounded((2, 1, 1)), shape=(2,)),
-        shape=(2,),
-    )
