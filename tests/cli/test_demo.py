@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +65,47 @@ def test_rewards_are_learned_and_shuffled_ones_are_not(tmp_path):
     print(learned, control)
     assert min(learned) > 0.3
     assert control < 0.15
+
+
+def processes_of(session: int) -> list[str]:
+    """The command lines of what still runs in a session of the kernel."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(of) == session and state != "Z":
+                found.append(stat.with_name("cmdline").read_bytes().decode())
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_interrupt_leaves_no_process(tmp_path):
+    code = (
+        "import functools, sys, fusedrl.cli.demo as demo, fusedrl.cli as cli;"
+        "demo.make_reference = functools.partial(demo.make_reference, steps=2);"
+        f"sys.exit(cli.main(['demo', '--out', {str(tmp_path)!r}]))"
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert program.stdout
+    with program.stdout as lines:
+        next(line for line in lines if line.startswith("version"))
+        assert len(processes_of(program.pid)) > 1
+        os.killpg(program.pid, signal.SIGINT)
+        lines.read()
+    assert program.wait() == 130
+    until = time.monotonic() + 5  # helpers of multiprocessing end when their pipe has closed
+    while processes_of(program.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert processes_of(program.pid) == []
 
 
 @pytest.mark.parametrize("place", ["taken", "taken/below", "/proc/fusedrl"])
