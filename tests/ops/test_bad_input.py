@@ -57,14 +57,3 @@ def test_a_part_does_not_differentiate(name):
         VocabPart.of(**inputs, vocab_offset=0)
     with torch.no_grad():
         assert isinstance(VocabPart.of(**inputs, vocab_offset=0), VocabPart)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("vocab_offset", 0), ("vocab_offset", 7), ("batch_invariant", True)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_the_reference_does_not_know(name, value, dtype):
-    impl = "reference" if dtype == torch.float32 else "auto"
-    op = VocabPart.of if name == "vocab_offset" else linear_token_log_probs
-    with pytest.raises(ValueError, match=rf"{name}: expected .* got {value}; leave it out"):
-        op(HIDDEN.to(dtype), WEIGHT.to(dtype), TOKENS, impl=impl, **{name: value})

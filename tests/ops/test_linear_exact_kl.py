@@ -36,10 +36,12 @@ def sample(shape, classes=50, widths=(16, 24), dtype=torch.float32, apart=2.0):
 
 
 def ours(heads, mask=None, **options):
+    """The divergence, or both results where the entropy is asked for."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = heads
-    return linear_exact_kl(
+    found = linear_exact_kl(
         hidden, weight, ref_hidden, ref_weight, mask, bias=bias, ref_bias=ref_bias, **options
-    ).kl
+    )
+    return found.kl if found.entropy is None else torch.stack(tuple(found))
 
 
 def logits_of(hidden, weight, bias, scale=None, softcap=None):
@@ -54,7 +56,8 @@ def materialised(
     """What users write: two heads, then the divergence of their logits."""
     logits = logits_of(*heads[:3], scale, softcap)
     ref_logits = logits_of(*heads[3:], ref_scale, ref_softcap)
-    return exact_kl(logits, ref_logits, mask, impl="reference", **options).kl
+    found = exact_kl(logits, ref_logits, mask, impl="reference", **options)
+    return found.kl if found.entropy is None else torch.stack(tuple(found))
 
 
 def gradients(function, heads, upstream, wanted=range(6)):
@@ -64,18 +67,21 @@ def gradients(function, heads, upstream, wanted=range(6)):
     return torch.autograd.grad(out, asked, upstream.to(out))
 
 
-def compare(heads, mask=None, **options):
+def compare(heads, mask=None, batch_invariant=False, **options):
     """Forward and every gradient, beside torch in float32 and the truth in float64."""
-    upstream = torch.randn(heads[0].shape[:-1])
 
     def path(heads):
         return materialised(heads, mask, **options)
 
+    def fused(heads):
+        return ours(heads, mask, batch_invariant=batch_invariant, **options)
+
     floats, doubles = ([x.to(t) for x in heads] for t in (torch.float32, torch.float64))
-    divergence, truth = ours(heads, mask, **options), path(doubles)
-    assert divergence.dtype == torch.float32
-    no_worse(divergence, path(floats), truth, 2e-6 + 1e-6 * truth.max().item())
-    mine = gradients(lambda heads: ours(heads, mask, **options), heads, upstream)
+    found, truth = fused(heads), path(doubles)
+    assert found.dtype == torch.float32
+    no_worse(found, path(floats), truth, 2e-6 + 1e-6 * truth.max().item())
+    upstream = torch.randn_like(found)
+    mine = gradients(fused, heads, upstream)
     theirs, exact = (gradients(path, x, upstream) for x in (floats, doubles))
     for name, got, other, want in zip(NAMES, mine, theirs, exact, strict=True):
         assert got.dtype == heads[0].dtype, name
@@ -94,6 +100,16 @@ def test_no_worse_than_torch_in_float32(dtype, classes, direction):
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_softcaps_and_scales_of_either_side(dtype, direction, shape):
     compare(sample((5,), 1030, dtype=dtype), direction=direction, temperature=1.3, **shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [7, 5000])
+@pytest.mark.parametrize("beta", [0, 1e-3, 0.2, 0.999, 1])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_any_beta_and_the_entropy(dtype, classes, beta, batch_invariant):
+    options = {"direction": "jensen_shannon", "beta": beta, "entropy": True, "temperature": 0.7}
+    options |= {"softcap": 3.0, "scale": 1.5}
+    compare(sample((9,), classes, dtype=dtype), torch.rand(9) < 0.7, batch_invariant, **options)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -168,19 +184,6 @@ def test_classes_that_biases_ban(direction, batch_invariant):
         assert weight.isfinite().all() and bias.isfinite().all()
         assert not weight[banned].any() and not bias[banned].any()
         assert bias[~banned].any()
-
-
-@pytest.mark.parametrize("beta", [0.3, 1.0])
-def test_the_op_computes_no_gradient_that_nobody_wants(beta):
-    hidden, weight, bias, ref_hidden, ref_weight, ref_bias = sample((7,), 1030)
-    head, ref_head = (hidden, weight, bias, 1.0, 0.0), (ref_hidden, ref_weight, ref_bias, 1.0, 0.0)
-    one = torch.ones((), dtype=torch.float64)
-    args = (*head, *ref_head, None, None, False, one, beta)
-    kl, *saved = torch.ops.fusedrl.linear_exact_kl(*args, True, False, 0)
-    none = torch.ops.fusedrl.linear_exact_kl_backward(
-        kl, saved[0], *args, False, *saved, *[False] * 6
-    )
-    assert all(grad.shape == (0,) for grad in none)
 
 
 @settings(max_examples=60, deadline=None)

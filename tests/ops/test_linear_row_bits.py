@@ -58,21 +58,3 @@ def test_a_column_of_weights_with_any_stride(dtype):
     assert row.T.stride() == (1, 3000)
     for got, want in zip(run(row.T), run(row.view(3000, 1)), strict=True):
         assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_that_are_multiplied_in_different_ways(dtype):
-    """A head of strided weights is multiplied in float32, in more rows than bfloat16's kernel."""
-    hidden, weight = torch.randn(3, 16).to(dtype), torch.randn(3000, 16).to(dtype)
-    strided = torch.randn(16, 3000).to(dtype).T
-
-    def run(ref_weight):
-        head, ref_head = (hidden, weight, None, 1.0, 0.0), (hidden, ref_weight, None, 1.0, 0.0)
-        rows = (None, None, False, torch.ones((), dtype=torch.float64), 1.0)
-        kl, *saved = torch.ops.fusedrl.linear_exact_kl(*head, *ref_head, *rows, False, True, 0)
-        args = (*head, *ref_head, *rows, True, *saved, *(True, True, False) * 2)
-        return kl, *torch.ops.fusedrl.linear_exact_kl_backward(torch.ones(3), None, *args)
-
-    eps = torch.finfo(dtype).eps
-    for got, want in zip(run(strided), run(strided.contiguous()), strict=True):
-        torch.testing.assert_close(got, want, rtol=2 * eps, atol=1e-5)
