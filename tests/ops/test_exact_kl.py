@@ -35,10 +35,6 @@ def definition(student, teacher, beta, temperature=1.0):
     return beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
 
 
-def torch_path(logits, ref_logits, direction):
-    return definition(logits, ref_logits, BETA[direction])
-
-
 def with_zeros(logits, ref_logits, beta):
     """The same in float64, where probabilities may be 0."""
     p, q = (torch.softmax(x.double(), -1) for x in (logits, ref_logits))
@@ -70,14 +66,10 @@ def gradients(function, logits, ref_logits, *upstream):
     return torch.autograd.grad(outputs, leaves, given)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", CLASSES)
-@pytest.mark.parametrize("beta", [0, *BETAS, 1])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 25.0])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_no_worse_than_torch_in_float32(dtype, classes, beta, temperature, entropy):
+def compare(p, q, beta, temperature=1.0, entropy=False, tol=1e-6):
+    """Values and gradients beside torch in float32 and the truth in float64."""
     options = {**JENSEN_SHANNON, "beta": beta, "temperature": temperature}
-    upstream = torch.randn(2, 9).unbind()[: 1 + entropy]
+    upstream = torch.randn(2, len(p)).unbind()[: 1 + entropy]
 
     def path(p, q):
         return (definition(p, q, beta, temperature), entropy_of(p, temperature))[: 1 + entropy]
@@ -85,18 +77,26 @@ def test_no_worse_than_torch_in_float32(dtype, classes, beta, temperature, entro
     def ours(p, q):
         return tuple(exact_kl(p, q, entropy=entropy, **options))[: 1 + entropy]
 
+    floats, doubles = ([x.to(t) for x in (p, q)] for t in (torch.float32, torch.float64))
+    for got, other, want in zip(ours(p, q), path(*floats), path(*doubles), strict=True):
+        assert got.dtype == torch.float32
+        no_worse(got, other, want, tol + 2e-7 * want.max().item())
+    assert torch.equal(ours(p, q)[0], exact_kl(p, q, **options).kl)
+    mine = gradients(ours, p, q, *upstream)
+    theirs, exact = (gradients(path, *x, *upstream) for x in (floats, doubles))
+    for got, other, want in zip(mine, theirs, exact, strict=True):
+        assert got.dtype == p.dtype
+        no_worse(got, other.to(p.dtype), want, tol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("beta", [0, *BETAS, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 25.0])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_no_worse_than_torch_in_float32(dtype, classes, beta, temperature, entropy):
     for apart in (6.0, 0.05):
-        pair = sample((9, classes), dtype, apart)
-        floats, doubles = ([x.to(t) for x in pair] for t in (torch.float32, torch.float64))
-        for got, other, want in zip(ours(*pair), path(*floats), path(*doubles), strict=True):
-            assert got.dtype == torch.float32
-            no_worse(got, other, want, 1e-6 + 2e-7 * want.max().item())
-        assert torch.equal(ours(*pair)[0], exact_kl(*pair, **options).kl)
-        mine = gradients(ours, *pair, *upstream)
-        theirs, exact = (gradients(path, *x, *upstream) for x in (floats, doubles))
-        for got, other, want in zip(mine, theirs, exact, strict=True):
-            assert got.dtype == dtype
-            no_worse(got, other.to(dtype), want, 1e-6)
+        compare(*sample((9, classes), dtype, apart), beta, temperature, entropy)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -210,9 +210,7 @@ def test_banned_classes(beta, impl):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_rows_far_from_zero(offset, direction):
     p, q = sample((4, 6000))
-    p, q = p + offset, q - offset
-    truth = torch_path(p.double(), q.double(), direction)
-    no_worse(exact_kl(p, q, direction=direction).kl, torch_path(p, q, direction), truth, 2e-6)
+    compare(p + offset, q - offset, BETA[direction], tol=2e-6)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -224,15 +222,7 @@ def test_a_later_chunk_that_dwarfs_the_first(direction):
     q[3, 5000:] -= 300.0
     p[4, 5000:] -= 300.0
     q[4, 9000:] += 200.0
-    truth = torch_path(p.double(), q.double(), direction)
-    theirs = torch_path(p, q, direction)
-    no_worse(exact_kl(p, q, direction=direction).kl, theirs, truth, 2e-6)
-    upstream = torch.randn(5)
-    mine = gradients(lambda p, q: exact_kl(p, q, direction=direction).kl, p, q, upstream)
-    path = gradients(lambda p, q: torch_path(p, q, direction), p, q, upstream)
-    exact = gradients(lambda p, q: torch_path(p, q, direction), p.double(), q.double(), upstream)
-    for got, other, want in zip(mine, path, exact, strict=True):
-        no_worse(got, other, want, 2e-6)
+    compare(p, q, BETA[direction], tol=2e-6)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -243,7 +233,7 @@ def test_peaks_late_in_their_rows(direction, at, peak):
     p, q = sample((4, 20000))
     p[0, at] = q[0, at] = p[1, at] = q[2, at] = p[3, at] = q[3, at] = peak
     p[3, 9000], q[3, 9000] = peak - 0.5, peak + 0.5
-    truth, theirs = (torch_path(x, y, direction) for x, y in ((p.double(), q.double()), (p, q)))
+    truth, theirs = (definition(p.to(t), q.to(t), BETA[direction]) for t in (torch.double, p.dtype))
     ours = exact_kl(p, q, direction=direction, entropy=True)
     entropies = [torch.distributions.Categorical(logits=x).entropy() for x in (p, p.double())]
     for row in range(len(p)):
