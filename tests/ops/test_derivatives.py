@@ -126,9 +126,6 @@ def test_a_sharded_head_is_refused(tmp_path):
         shard = {"vocab_offset": 0, "vocab_group": dist.group.WORLD}
         x = HIDDEN.clone().requires_grad_()
         out = linear_token_log_probs(x, HEAD, TOKENS, **shard).log_probs
-        (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        whole = linear_token_log_probs(x, HEAD, TOKENS).log_probs.sum()
-        torch.testing.assert_close(grad, torch.autograd.grad(whole, x)[0])
         with pytest.raises(RuntimeError, match=r"whole vocabulary with impl='reference'"):
             torch.autograd.grad(out.sum(), x, create_graph=True)
     finally:

@@ -83,13 +83,11 @@ def test_no_worse_than_torch_in_float32(dtype, level, mode):
 
 def test_total_is_of_all_tokens_together():
     p, q, mask, offsets = ragged([300, 0, 5, 90])
-    weights, mismatch = importance_weights(p, q, mask, offsets=offsets, high=1.2)
+    mismatch = importance_weights(p, q, mask, offsets=offsets, high=1.2).mismatch
     one = importance_weights(p, q, mask, offsets=torch.tensor([0, 395]), high=1.2).mismatch
     total = mismatch.total()
     for name in (*Mismatch._fields, "k1", "k3", "ess", "clipped"):
         torch.testing.assert_close(getattr(total, name), getattr(one, name)[0])
-    w = weights[mask].double()
-    assert total.ess.item() == pytest.approx(float(w.sum() ** 2 / w.square().sum()), rel=1e-6)
     assert total.tokens.shape == () and total.tokens == mask.sum()
 
 

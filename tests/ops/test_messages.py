@@ -1,11 +1,16 @@
-"""Every refusal of an op names the argument, what was expected, what came, and the remedy."""
+"""Every refusal of an op names the argument, what was expected, what came, and the remedy.
+
+Numbers of every kind are taken.
+"""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -252,3 +257,45 @@ def test_a_class_that_does_not_exist_is_named_by_its_place(impl, shape, place, t
     for call in calls:
         with pytest.raises(RuntimeError, match=f"got {token} at {place}; "):
             call()
+
+
+LOGITS = torch.linspace(-2, 2, 20).view(4, 5)
+P, Q = torch.linspace(-3, -1, 4), torch.linspace(-2, -1.5, 4)
+
+
+def scaled(temperature):
+    return fusedrl.token_log_probs(LOGITS, TOKENS, temperature=temperature).log_probs
+
+
+def of_numbers(x):
+    head = {"temperature": x, "scale": x, "softcap": x}
+    return (
+        fusedrl.linear_token_log_probs(LOGITS, torch.eye(V), TOKENS, **head).log_probs,
+        fusedrl.token_kl(P, Q, reward=P, coeff=x).reward,
+        scaled(x),
+    )
+
+
+REAL_NUMBERS = [2, np.float16(2), np.float32(2), np.float64(2), np.int64(2), Fraction(2)]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", REAL_NUMBERS, ids=repr)
+def test_every_real_number_is_a_scalar(value):
+    assert all(map(torch.equal, of_numbers(value), of_numbers(2.0)))
+
+
+def test_a_scalar_may_vary_under_vmap():
+    temperatures = torch.tensor([0.5, 2.0])
+    expected = torch.stack([scaled(0.5), scaled(2.0)])
+    assert torch.equal(torch.vmap(scaled)(temperatures), expected)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias"])
+def test_a_part_does_not_differentiate(name):
+    inputs = HEAD | {"tokens": TOKENS, "bias": torch.zeros(V)}
+    inputs[name] = inputs[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=r"hidden: expected inputs .* torch.no_grad\(\)"):
+        VocabPart.of(**inputs, vocab_offset=0)
+    with torch.no_grad():
+        assert isinstance(VocabPart.of(**inputs, vocab_offset=0), VocabPart)

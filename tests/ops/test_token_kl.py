@@ -7,7 +7,6 @@ import torch
 from accuracy import no_worse
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 from fusedrl import token_kl
 from fusedrl.ops.token_kl import ESTIMATORS
@@ -285,15 +284,3 @@ LEFT = {
 @pytest.mark.parametrize("title", LEFT)
 def test_what_one_call_leaves_to_the_op(title):
     assert samples_in_one_call(*LEFT[title](*samples(torch.float32)), 0.3) is None
-
-
-def test_a_mode_or_a_transform_sees_the_op():
-    p, q, reward = samples(torch.float32)
-    with FlopCounterMode(display=False):
-        assert samples_in_one_call(p, q, reward, 0.3) is None
-    seen = []
-    torch.func.vmap(lambda x: (seen.append(samples_in_one_call([x], [x], None, 0.3)), x)[1])(
-        torch.zeros(2, 3)
-    )
-    assert seen == [None]
-    assert samples_in_one_call(p, q, reward, torch.tensor(0.3)) is not None
