@@ -47,23 +47,19 @@ def backend(monkeypatch, tmp_path):
     return module
 
 
-def test_named_folder_wins(backend, monkeypatch, tmp_path):
-    named = make_torch(tmp_path / "named")
-    purelib = make_torch(tmp_path / "purelib").parent
-    monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(purelib))
-    monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(named))
-    assert backend.find_torch() == named
-
-
 @pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
 @pytest.mark.parametrize(
-    "where", ["purelib", "platlib", "VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "cwd", "base"]
+    "where", ["named", "purelib", "platlib", "VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "cwd", "base"]
 )
 def test_environments_in_use(backend, monkeypatch, tmp_path, where, packages):
-    """The target of an isolated build by pip is the first of them."""
+    """A named folder wins over the target of an isolated build by pip, and that over the others."""
     prefix = tmp_path / ".venv"
     found = make_torch(prefix / "lib" / PYTHON / packages)
-    if where.endswith("lib"):
+    if where == "named":
+        other = make_torch(tmp_path / "other").parent
+        monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(other))
+        monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(found))
+    elif where.endswith("lib"):
         target = {where: str(found.parent)}
         monkeypatch.setattr(backend.sysconfig, "get_path", lambda name: target.get(name, "none"))
     elif where == "PATH":
@@ -120,22 +116,16 @@ def test_a_build_that_cannot_go_on_stops_in_one_line(
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_torch_is_required_only_when_there_is_none(backend, monkeypatch, tmp_path, kind):
+def test_only_what_is_missing_is_required(backend, monkeypatch, tmp_path, kind):
     requires = getattr(backend, f"get_requires_for_build_{kind}")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(backend.Path, "cwd", lambda: tmp_path)
     without = requires()
     monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(make_torch(tmp_path)))
     assert without == [*requires(), "torch>=2.10"]
-
-
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-@pytest.mark.parametrize("cuda", [None, "auto", "on", "off", "pypi"])
-def test_nvcc_is_required_only_where_that_of_pypi_is_asked_for(backend, monkeypatch, kind, cuda):
-    requires = getattr(backend, f"get_requires_for_build_{kind}")
-    monkeypatch.chdir(ROOT)
-    more = set(requires({"cmake.define.FUSEDRL_CUDA": cuda} if cuda else None)) - set(requires())
-    assert more == ({"cuda-toolkit[cccl,nvcc]==13.0.*"} if cuda == "pypi" else set())
+    for cuda in ("auto", "on", "off", "pypi"):
+        more = set(requires({"cmake.define.FUSEDRL_CUDA": cuda})) - set(requires())
+        assert more == ({"cuda-toolkit[cccl,nvcc]==13.0.*"} if cuda == "pypi" else set())
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
