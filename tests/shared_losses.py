@@ -8,15 +8,13 @@ from typing import Any
 import shared_models
 import torch
 import torch.distributed as dist
-from objectives.policies import OUTPUTS, actor_of, batch_of, model_of, rows, tokenizer
+from objectives.policies import OUTPUTS, STACK, actor_of, batch_of, model_of, rows, tokenizer
 from objectives.test_supervised import HISTORY, THEIRS, data_of
 from shared_models import check_gradients, gradients
-from tensordict import set_list_to_stack
+from tensordict import lazy_stack, set_list_to_stack
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
 import fusedrl
-
-STACK = ("tokens", "stack", False)
 
 
 def chats_of(rank: int, ranks: int) -> list[Any]:
@@ -51,6 +49,14 @@ def backward(loss: Any, data: Any) -> Any:
     return output
 
 
+def means(model: Any, ranks: int) -> Any:
+    """The gradients of a model of one process, of which each rank has a part."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= ranks
+    return gradients(model)
+
+
 def like_one_process(
     way: str, name: str, options: dict[str, Any], averages: bool, limit: int | None, empty: int = -1
 ) -> int:
@@ -76,8 +82,9 @@ def like_one_process(
             output = backward(ours, batch(rank, ranks, empty_rank))
         if averages:
             parts = [batch(other, ranks, empty_rank) for other in range(ranks)]
-            data = fused(parts)
-            expected = backward(theirs, data)
+            expected = backward(
+                theirs, lazy_stack([row for part in parts for row in part.unbind(0)])
+            )
             value = output.loss_objective.detach().clone()
             dist.all_reduce(value)
             torch.testing.assert_close(value / ranks, expected.loss_objective.detach())
@@ -91,10 +98,7 @@ def like_one_process(
                             torch.testing.assert_close(
                                 mine, exact, rtol=1e-4, atol=1e-5, equal_nan=True
                             )
-            for parameter in whole.parameters():
-                assert parameter.grad is not None
-                parameter.grad /= ranks
-        check_gradients(gradients(model), gradients(whole), 5e-5)
+        check_gradients(gradients(model), means(whole, 1 if averages else ranks), 5e-5)
     return rows_of_head.rows - known  # without the trial of the first call
 
 
@@ -148,10 +152,7 @@ def torchrl_computes() -> None:
     backward(ours, parts[rank])
     for part in parts:
         backward(theirs, part)
-    for parameter in whole.parameters():
-        assert parameter.grad is not None
-        parameter.grad /= ranks
-    check_gradients(gradients(model), gradients(whole), 5e-5)
+    check_gradients(gradients(model), means(whole, ranks), 5e-5)
 
 
 def supervised(way: str, name: str) -> int:
@@ -169,10 +170,7 @@ def supervised(way: str, name: str) -> int:
         next(iter(ours(parts[rank]).values())).backward()
     for part in parts:
         next(iter(theirs(part).values())).backward()
-    for parameter in whole.parameters():
-        assert parameter.grad is not None
-        parameter.grad /= ranks
-    check_gradients(gradients(model), gradients(whole), 2e-4)
+    check_gradients(gradients(model), means(whole, ranks), 2e-4)
     return rows_of_head.rows
 
 
@@ -202,10 +200,3 @@ def penalties(way: str) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def fused(parts: list[Any]) -> Any:
-    """The rows of all ranks in one batch."""
-    from tensordict import lazy_stack
-
-    return lazy_stack([row for part in parts for row in part.unbind(0)])

@@ -47,35 +47,22 @@ def backend(monkeypatch, tmp_path):
     return module
 
 
-def test_named_folder_wins(backend, monkeypatch, tmp_path):
-    named = make_torch(tmp_path / "named")
-    purelib = make_torch(tmp_path / "purelib").parent
-    monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(purelib))
-    monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(named))
-    assert backend.find_torch() == named
-
-
-def test_named_folder_without_torch_is_refused(backend, monkeypatch, tmp_path):
-    monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(tmp_path))
-    with pytest.raises(SystemExit, match=r"FUSEDRL_TORCH_DIR: expected .*, got .*; unset it"):
-        backend.find_torch()
-
-
-@pytest.mark.parametrize("scheme", ["purelib", "platlib"])
-def test_target_of_an_isolated_pip_build(backend, monkeypatch, tmp_path, scheme):
-    found = make_torch(tmp_path / scheme)
-    monkeypatch.setattr(
-        backend.sysconfig, "get_path", lambda name: str(tmp_path / ("none", scheme)[name == scheme])
-    )
-    assert backend.find_torch() == found
-
-
 @pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
-@pytest.mark.parametrize("where", ["VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "cwd", "base"])
+@pytest.mark.parametrize(
+    "where", ["named", "purelib", "platlib", "VIRTUAL_ENV", "CONDA_PREFIX", "PATH", "cwd", "base"]
+)
 def test_environments_in_use(backend, monkeypatch, tmp_path, where, packages):
+    """A named folder wins over the target of an isolated build by pip, and that over the others."""
     prefix = tmp_path / ".venv"
     found = make_torch(prefix / "lib" / PYTHON / packages)
-    if where == "PATH":
+    if where == "named":
+        other = make_torch(tmp_path / "other").parent
+        monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(other))
+        monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(found))
+    elif where.endswith("lib"):
+        target = {where: str(found.parent)}
+        monkeypatch.setattr(backend.sysconfig, "get_path", lambda name: target.get(name, "none"))
+    elif where == "PATH":
         monkeypatch.setenv("PATH", str(prefix / "bin"))
     elif where == "cwd":
         monkeypatch.chdir(tmp_path)
@@ -86,45 +73,59 @@ def test_environments_in_use(backend, monkeypatch, tmp_path, where, packages):
     assert backend.find_torch() == found
 
 
-def test_old_torch_in_the_target_is_refused_in_one_line(backend, monkeypatch, tmp_path):
+def without_torch(backend, monkeypatch, tmp_path):
+    backend.build_wheel(str(tmp_path))
+
+
+def without_torch_in_the_named_folder(backend, monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(tmp_path))
+    backend.find_torch()
+
+
+def with_an_old_torch(backend, monkeypatch, tmp_path):
     old = make_torch(tmp_path / "old", "2.9.1+cpu")
     monkeypatch.setattr(backend.sysconfig, "get_path", lambda scheme: str(old.parent))
+    backend.build_editable(str(tmp_path))
+
+
+def without_nvcc_of_pypi(backend, monkeypatch, tmp_path):
+    monkeypatch.setattr(backend.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(backend, "_point_cmake_at_torch", lambda: None)
+    backend.build_wheel(str(tmp_path), OF_PYPI)
+
+
+@pytest.mark.parametrize(
+    ("build", "said", "remedy"),
+    [
+        (without_torch, "expected an installed torch to compile against, found none", "torch>=2"),
+        (without_torch_in_the_named_folder, "FUSEDRL_TORCH_DIR: expected", "unset it"),
+        (with_an_old_torch, "expected torch>=2.10, found torch 2.9", "pip install 'torch>=2.10'"),
+        (
+            *(without_nvcc_of_pypi, "FUSEDRL_CUDA: expected the nvcc of PyPI's packages"),
+            "pip install 'cuda-toolkit[cccl,nvcc]==13.0.*'",
+        ),
+    ],
+)
+def test_a_build_that_cannot_go_on_stops_in_one_line(
+    backend, monkeypatch, tmp_path, build, said, remedy
+):
     with pytest.raises(SystemExit) as refusal:
-        backend.find_torch()
+        build(backend, monkeypatch, tmp_path)
     message = str(refusal.value)
-    assert "\n" not in message
-    assert "expected torch>=2.10, found torch 2.9" in message
-    assert "pip install 'torch>=2.10'" in message
+    assert "\n" not in message and said in message and remedy in message
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_torch_is_required_only_when_there_is_none(backend, monkeypatch, tmp_path, kind):
+def test_only_what_is_missing_is_required(backend, monkeypatch, tmp_path, kind):
     requires = getattr(backend, f"get_requires_for_build_{kind}")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(backend.Path, "cwd", lambda: tmp_path)
     without = requires()
     monkeypatch.setenv("FUSEDRL_TORCH_DIR", str(make_torch(tmp_path)))
     assert without == [*requires(), "torch>=2.10"]
-
-
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_build_without_torch_stops_in_one_line(backend, tmp_path, kind):
-    with pytest.raises(SystemExit) as refusal:
-        getattr(backend, f"build_{kind}")(str(tmp_path))
-    message = str(refusal.value)
-    assert "\n" not in message
-    assert "expected an installed torch to compile against, found none" in message
-    assert "pip install 'torch>=2.10'" in message
-    assert "FUSEDRL_TORCH_DIR" in message
-
-
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-@pytest.mark.parametrize("cuda", [None, "auto", "on", "off", "pypi"])
-def test_nvcc_is_required_only_where_that_of_pypi_is_asked_for(backend, monkeypatch, kind, cuda):
-    requires = getattr(backend, f"get_requires_for_build_{kind}")
-    monkeypatch.chdir(ROOT)
-    more = set(requires({"cmake.define.FUSEDRL_CUDA": cuda} if cuda else None)) - set(requires())
-    assert more == ({"cuda-toolkit[cccl,nvcc]==13.0.*"} if cuda == "pypi" else set())
+    for cuda in ("auto", "on", "off", "pypi"):
+        more = set(requires({"cmake.define.FUSEDRL_CUDA": cuda})) - set(requires())
+        assert more == ({"cuda-toolkit[cccl,nvcc]==13.0.*"} if cuda == "pypi" else set())
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
@@ -152,18 +153,6 @@ def test_nvcc_of_pypi_compiles_where_there_is_another_too(backend, monkeypatch, 
     for settings in (None, {"cmake.define.FUSEDRL_CUDA": "on"}):
         build("folder", settings)
         assert given.pop()[1] == settings
-
-
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_a_build_without_nvcc_of_pypi_stops_in_one_line(backend, monkeypatch, tmp_path, kind):
-    monkeypatch.setattr(backend.sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(backend, "_point_cmake_at_torch", lambda: None)
-    with pytest.raises(SystemExit) as refusal:
-        getattr(backend, f"build_{kind}")(str(tmp_path), OF_PYPI)
-    message = str(refusal.value)
-    assert "\n" not in message
-    assert "FUSEDRL_CUDA: expected the nvcc of PyPI's packages" in message
-    assert "pip install 'cuda-toolkit[cccl,nvcc]==13.0.*'" in message
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on PATH")
@@ -203,19 +192,11 @@ def test_sdist_has_what_a_build_needs_and_nothing_else(backend, monkeypatch, tmp
     monkeypatch.chdir(ROOT)
     with tarfile.open(tmp_path / backend.build_sdist(str(tmp_path))) as sdist:
         names = [name.partition("/")[2] for name in sdist.getnames()]
-    for path in (
-        "CMakeLists.txt",
-        "cmake/cuda.cmake",
-        "csrc/ops.cpp",
-        "setup_helpers/backend.py",
-        "python/fusedrl/native.py",
-        "python/fusedrl/py.typed",
-        "examples/grpo.py",
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-    ):
-        assert path in names
+    assert set(names) >= {
+        *("CMakeLists.txt", "cmake/cuda.cmake", "csrc/ops.cpp", "setup_helpers/backend.py"),
+        *("python/fusedrl/native.py", "python/fusedrl/py.typed", "examples/grpo.py"),
+        *("pyproject.toml", "README.md", "LICENSE"),
+    }
     assert {name.partition("/")[0] for name in names} <= {
         *("CMakeLists.txt", "cmake", "csrc", "setup_helpers", "python"),
         *("benchmarks", "examples"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import ray_models
 import torch
 from tensordict import (
     LazyStackedTensorDict,
@@ -19,10 +18,8 @@ from tensordict import (
 )
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs
-from transforms.dialogs import assert_rows_equal, conversations, rows
+from transforms.dialogs import assert_rows_equal, rows
 
-from fusedrl import RetrieveKL
-from fusedrl.transforms.transform_actor import TransformActor
 from fusedrl.transport import Serialized, deserialize, serialize
 
 
@@ -33,12 +30,20 @@ def sent(value):
     return deserialize(serialized)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.complex64]
+DTYPES += [torch.complex32, torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_tensor(dtype):
-    x = torch.arange(12).reshape(3, 4).to(dtype)
-    for value in (x, x.T, x[1:, ::2], x[:0], x[0, 0]):
+    size = 1 if dtype == torch.bool else 99
+    data = torch.randint(0, size + 1, (3, 16), dtype=torch.uint8).view(dtype)
+    for value in (data, data[1], data.T, data[1:, ::2], data[:0], data[0, 0]):
         got = sent({"x": value})["x"]
-        assert got.dtype == dtype and torch.equal(got, value)
+        assert got.dtype == dtype and got.shape == value.shape
+        assert torch.equal(
+            got.clone().view(-1).view(torch.uint8), value.clone().reshape(-1).view(torch.uint8)
+        )
         got.zero_()
 
 
@@ -61,12 +66,6 @@ def test_a_part_of_what_came_can_be_kept_alone(tmp_path):
     assert all(row["x"].untyped_storage().nbytes() == 400 for row in got.unbind(0))
     torch.save(got[0], tmp_path / "row")
     torch.testing.assert_close(torch.load(tmp_path / "row", weights_only=False), samples[0])
-
-
-def test_one_tensordict_in_two_places_stays_one():
-    data = TensorDict(x=torch.ones(2))
-    first, second = sent((data, data))
-    assert first is second
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -200,22 +199,6 @@ def test_tensordicts_of_all_kinds(name):
     assert structure(both["first"][0]) == structure(value)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        *(torch.float16, torch.complex64, torch.complex32, torch.uint16, torch.uint64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2),
-    ],
-    ids=str,
-)
-def test_dtypes(dtype):
-    data = torch.randint(0, 100, (3, 16), dtype=torch.uint8).view(dtype)
-    for value in (data, data[1], data[:, 1:3], data[0, 0]):
-        got = sent(value)
-        assert got.dtype == dtype and got.shape == value.shape
-        assert torch.equal(got[None].view(torch.uint8), value.clone()[None].view(torch.uint8))
-
-
 def test_what_occurs_twice_stays_one():
     tensor, shared = torch.ones(2), TensorDict(y=torch.ones(2))
     rows = [TensorDict(x=tensor, z=tensor, shared=shared), TensorDict(x=tensor, shared=shared)]
@@ -257,37 +240,8 @@ def test_values_in_files_are_sent(tmp_path):
     assert stored["x"].tolist() == [0, 1, 2, 3]
 
 
-def test_parameters_keep_their_type():
-    got = sent(torch.nn.Linear(2, 1))
-    assert isinstance(got.weight, torch.nn.Parameter) and got.weight.requires_grad
-
-
 def test_gradients_stay_behind():
     leaf = torch.ones(2, requires_grad=True)
     got = sent(LogProbs(full=2 * leaf, batch_size=()))
     assert isinstance(got, LogProbs) and not got.full.requires_grad
     assert torch.equal(got.full, torch.full((2,), 2.0))
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_an_actors_transform_of_padded_columns(stacked):
-    """Run here: what crosses is what a process apart would give."""
-    models = {
-        "gen_model_factory": ray_models.padding_policy,
-        "ref_model_factory": ray_models.padding_reference,
-    }
-    answers = []
-    for run in (
-        lambda data: deserialize(
-            TransformActor(RetrieveKL, dict(models)).run("forward", serialize((data,)), False)
-        ),
-        RetrieveKL(**models),
-    ):
-        data = conversations(stacked=stacked)
-        answers.append(run(data.set("reward", torch.ones(len(data), 1, 1))))
-    ours, theirs = answers
-    assert "history" not in ours
-    for key in (("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"):
-        assert_rows_equal(rows(ours, key), rows(theirs, key))
-        if not stacked:
-            assert ours[key].shape == theirs[key].shape

@@ -33,13 +33,15 @@ OUTPUTS = (
     *("loss_kl_to_ref", "kl_to_ref", "loss_kl_to_inference", "kl_to_inference"),
 )
 # How a batch may lie in a tensordict, by what the actor reads, and whether the actor pads.
+STACK, PADDED = ("tokens", "stack", False), ("tokens", "padded", True)
 FORMS = [
     ("history", "stack", False),
     ("history", "stack", True),
-    ("tokens", "padded", True),
-    ("tokens", "stack", False),
+    PADDED,
+    STACK,
     ("text", "stack", False),
 ]
+RLHF: dict[str, Any] = {"masking_strategy": "rlhf", "kl_to_ref_coeff": 0.1}
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,

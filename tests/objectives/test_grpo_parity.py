@@ -13,6 +13,8 @@ from .policies import (
     FORMS,
     NAMES,
     OUTPUTS,
+    PADDED,
+    STACK,
     answer_of,
     assert_same,
     batch_of,
@@ -21,14 +23,11 @@ from .policies import (
     rows,
 )
 
-STACK = ("tokens", "stack", False)
-PADDED = ("tokens", "padded", True)
 BOTH_KLS = {"kl_to_ref_coeff": 0.1, "kl_to_inference_coeff": 0.05}
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no entropy": {"entropy_bonus": False},
     "bounds that differ": {"clip_epsilon": (0.05, 0.3)},
-    "no lower bound": {"clip_epsilon": (0.999, 0.2)},
     "KL to the reference": {"kl_to_ref_coeff": 0.3},
     "KL to the policy that generated": {"kl_to_inference_coeff": 0.3},
     "a negative KL": {"kl_to_inference_coeff": -0.2, "kl_to_ref_coeff": -0.1},
@@ -128,17 +127,12 @@ def test_keys():
 TERMS = [name for name in OUTPUTS if name.startswith("loss_")]
 
 
-@pytest.mark.parametrize("term", TERMS)
-@pytest.mark.parametrize("options", [{}, {"kl_mask_threshold": 0.03}], ids=["made", "recomputed"])
-def test_one_term_alone(term, options):
-    options = {"masking_strategy": "rlhf", **BOTH_KLS, **options}
-    compare("GRPOLoss", STACK, batch_of(STACK), factors={term: 1.0}, **options)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_factor_for_each_term(name):
+@pytest.mark.parametrize("options", [{}, {"kl_mask_threshold": 0.03}], ids=["made", "recomputed"])
+def test_a_factor_for_each_term(name, options):
     factors = dict(zip(TERMS, (0.7, -3.0, 11.0, 0.0), strict=True))
-    compare(name, STACK, batch_of(STACK), factors=factors, masking_strategy="rlhf", **BOTH_KLS)
+    options = {"masking_strategy": "rlhf", **BOTH_KLS, **options}
+    compare(name, STACK, batch_of(STACK), factors=factors, **options)
 
 
 def test_twice_through_one_graph():
@@ -174,7 +168,6 @@ def adapted(*modules: str) -> Any:
 MODELS = {
     "llama": lambda: model_of("llama"),
     "tied": lambda: model_of("llama", tie_word_embeddings=True),
-    "tied qwen2": lambda: model_of(tie_word_embeddings=True),
     "a frozen head": lambda: frozen("lm_head"),
     "a frozen decoder": lambda: frozen("model"),
     "a frozen layer": lambda: frozen("model.layers.0"),
@@ -188,18 +181,6 @@ MODELS = {
 def test_models(title):
     model = MODELS[title]()
     compare("GRPOLoss", STACK, batch_of(STACK), model, masking_strategy="rlhf", **BOTH_KLS)
-
-
-def test_without_gradients():
-    losses = losses_of("GRPOLoss", model_of(), STACK, masking_strategy="rlhf", **BOTH_KLS)
-    outputs = []
-    for loss in losses:
-        with torch.no_grad():
-            outputs.append(loss(batch_of(STACK)))
-    for name in OUTPUTS:
-        ours, theirs, truth = (getattr(output, name) for output in outputs)
-        assert not ours.requires_grad
-        assert (ours - truth).abs() <= 4 * (theirs - truth).abs() + 1e-5 * truth.abs()
 
 
 def test_the_data_stays_as_it_is():

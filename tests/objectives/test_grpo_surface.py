@@ -7,17 +7,25 @@ import pickle
 from typing import Any
 
 import pytest
-import torchrl.objectives.llm
+import torch
 from tensordict import TensorDict
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
 import fusedrl
 
-from .policies import NAMES, actor_of, answer_of, assert_same, batch_of, losses_of, model_of
+from .policies import (
+    NAMES,
+    PADDED,
+    RLHF,
+    STACK,
+    actor_of,
+    answer_of,
+    assert_same,
+    batch_of,
+    losses_of,
+    model_of,
+)
 
-STACK = ("tokens", "stack", False)
-PADDED = ("tokens", "padded", True)
-RLHF: dict[str, Any] = {"masking_strategy": "rlhf", "kl_to_ref_coeff": 0.1}
 OWN: dict[str, Any] = {
     "max_tokens_per_forward": None,
     "share_prefixes": True,
@@ -72,23 +80,6 @@ def test_copies():
     assert_same(*(answer_of(loss, batch_of(STACK)) for loss in losses))
 
 
-def test_a_program_that_is_patched():
-    model = model_of()
-    before = torchrl_grpo.GRPOLoss(actor_of(model, STACK), **RLHF)
-    text = pickle.dumps(before)
-    with fusedrl.patch_torchrl() as report:
-        assert {"GRPOLoss", "CISPOLoss", "DAPO"} <= {change.name for change in report}
-        loss = torchrl.objectives.llm.GRPOLoss(actor_of(model, STACK), **RLHF)
-        assert type(loss) is fusedrl.GRPOLoss
-        assert isinstance(
-            torchrl.objectives.llm.CISPOLoss(actor_of(model, STACK)), torchrl_grpo.GRPOLoss
-        )
-        assert type(pickle.loads(text)) is fusedrl.GRPOLoss
-        ours = answer_of(pickle.loads(text), batch_of(STACK))
-    assert type(pickle.loads(text)) is type(before) is torchrl.objectives.llm.GRPOLoss
-    assert ours.outputs.keys() == answer_of(before, batch_of(STACK)).outputs.keys()
-
-
 def broken(key: Any) -> Any:
     data = batch_of(PADDED)
     del data[key]
@@ -134,17 +125,12 @@ def test_errors_are_those_of_torchrl(title):
 
 
 WIDTH = batch_of(PADDED)["log_probs", "full"].shape[1]
-MISSHAPEN = [
-    (lambda x: x.view(-1), "reshape it with .view(-1, 1, 1)"),
-    (lambda x: x.expand(-1, WIDTH, 1).squeeze(-1), "append a dimension with .unsqueeze(-1)"),
-    (lambda x: x.expand(-1, 7, 1), "give one value for each answer, or one for each token"),
-]
 
 
-@pytest.mark.parametrize(("reshape", "remedy"), MISSHAPEN)
+@pytest.mark.parametrize("rest", [(), (WIDTH,), (7, 1)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"kl_mask_threshold": 1.0}], ids=["fused", "in_parts"])
-def test_an_advantage_of_another_shape_is_named_with_those_that_fit(reshape, remedy, options):
-    data = changed("advantage", reshape)
+def test_an_advantage_of_another_shape_is_named_with_those_that_fit(rest, options):
+    data = changed("advantage", lambda x: torch.ones(len(x), *rest))
     kinds = []
     for kind in (fusedrl.GRPOLoss, torchrl_grpo.GRPOLoss):
         with pytest.raises((ValueError, RuntimeError)) as caught:
@@ -155,5 +141,5 @@ def test_an_advantage_of_another_shape_is_named_with_those_that_fit(reshape, rem
     assert said.startswith(
         f"advantage: expected shape ({len(data)}, 1, 1), one for each answer, or"
     )
-    assert said.endswith(f", got {tuple(data['advantage'].shape)}; {remedy}")
+    assert f", got {tuple(data['advantage'].shape)}; " in said
     assert kinds[0] is kinds[1]  # so that a program which catches torchrl's catches ours

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torchrl.objectives.llm import sft as torchrl_sft
 
 import fusedrl
 from fusedrl.models import log_probs
-from fusedrl.objectives import tokens
 
 from .policies import CHATS, actor_of, model_of, tokenizer
 
@@ -124,27 +122,6 @@ def test_masks_of_the_data_come_first(name):
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_another_actor_runs_as_in_torchrl(name, caplog):
-    class Actor(torch.nn.Module):
-        def __init__(self, actor):
-            super().__init__()
-            self.actor = actor
-
-        def forward(self, td):
-            return self.actor(td)
-
-    tokens._logged.clear()
-    data, model = data_of(name), model_of()
-    (ours, _), (theirs, _) = (
-        outcome(kind(Actor(actor_of(model, HISTORY)), tokenizer=tokenizer()), model, data)
-        for kind in (getattr(fusedrl, name), THEIRS[name])
-    )
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    (line,) = (x.getMessage() for x in caplog.records if x.levelno == logging.WARNING)
-    assert line.startswith(f"{name}: its actor is a Actor")
-
-
-@pytest.mark.parametrize("name", THEIRS)
 def test_our_arguments_and_a_copy(name):
     kind = getattr(fusedrl, name)
     loss = kind(actor_of(model_of(), HISTORY), max_tokens_per_forward=50, share_prefixes=False)
@@ -156,19 +133,6 @@ def test_our_arguments_and_a_copy(name):
     copied.load_state_dict(loss.state_dict())
     data = data_of(name)
     assert torch.equal(*(next(iter(x(data).values())) for x in (loss, copied)))
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_what_torchrl_refuses_is_refused_by_its_error(name):
-    data = data_of(name)
-    del data["next"]
-    options = {"kl_to_ref_coeff": 0.1} if name == "SFTLoss" else {}
-    messages = []
-    for kind in (getattr(fusedrl, name), THEIRS[name]):
-        with pytest.raises(Exception) as caught:  # noqa: PT011
-            kind(actor_of(model_of(), HISTORY), **options)(data)
-        messages.append((type(caught.value), str(caught.value)))
-    assert messages[0] == messages[1]
 
 
 DIVERGENCES = [

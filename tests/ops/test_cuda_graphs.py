@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._inductor.utils import (
-    get_first_incompatible_cudagraph_node,
     is_cudagraph_unsafe_fx_node,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedrl import linear_exact_kl, token_kl, token_log_probs
+from fusedrl import linear_exact_kl, token_log_probs
 from fusedrl.ops import _dispatch, _stored
 from fusedrl.ops._head import prepare
 from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Rows, Task, run
 from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
-from fusedrl.ops.linear_token_log_probs import autograd
 
 from .every_case import EVERY, leaves_of
 
@@ -71,15 +68,6 @@ def test_inductor_captures_no_op(name):
     assert is_cudagraph_unsafe_fx_node(node)
 
 
-def test_inductor_finds_the_op_in_what_is_traced():
-    def penalised(log_probs, coeff):
-        return token_kl(log_probs, log_probs - 1, reward=log_probs, coeff=coeff).reward
-
-    traced = make_fx(penalised, tracing_mode="fake")(torch.randn(4), torch.tensor(0.1))
-    found = get_first_incompatible_cudagraph_node(traced)
-    assert found.target is torch.ops.fusedrl.token_kl.default
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_nothing_waits_for_the_device(device, name):
     case = EVERY[name].to(device)
@@ -98,28 +86,6 @@ def test_separate_terms_wait_for_nothing(device):
     with NoWaits():
         (run(task, separate=True).values * column).sum().backward()
     assert head.hidden.grad.shape == (4, 3) and head.weight.grad.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("vocab_offset", [None, 0, 5])
-@pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_triton_waits_for_nothing_but_how_many_rows_are_kept(monkeypatch, vocab_offset, where):
-    triton = pytest.importorskip("fusedrl.ops.linear_token_log_probs.triton")
-    inverses = []
-
-    def partials(hidden, weight, bias, targets, inverse, *options):
-        inverses.append(inverse)
-        return [hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4)]
-
-    monkeypatch.setattr(triton, "partials", partials)
-    temperature = torch.ones((), dtype=torch.float64, device=where)
-    tokens = torch.empty(4, dtype=torch.int64, device="meta")
-    with NoWaits():
-        out = autograd._triton._init_fn(
-            *(*head_on("meta"), None, tokens, None, None, False, temperature),
-            *(1.0, 0.0, True, vocab_offset, False, 0),
-        )[0]
-    assert out.is_meta and out.shape == (4, 4)
-    assert [(x.is_meta, x.dtype, x.shape) for x in inverses] == [(True, torch.float32, (1,))]
 
 
 @pytest.mark.parametrize("name", EVERY)

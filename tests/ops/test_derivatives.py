@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd.functional import hessian, jacobian
+from torch.autograd.functional import jacobian
 from torch.utils.checkpoint import checkpoint
 
 from fusedrl import exact_kl, linear_token_log_probs, token_log_probs
@@ -34,12 +34,6 @@ def of_first(case, **options):
         return torch.cat([y.flatten() for y in case.call({name: x} | kept, **options)])
 
     return function, case.inputs[name]
-
-
-def test_a_hessian_is_refused(case):
-    op, (function, x) = case[0], of_first(case[1])
-    with pytest.raises(RuntimeError, match=REFUSED.format(op)):
-        hessian(lambda x: function(x).sum(), x)
 
 
 @pytest.mark.parametrize("square", [False, True], ids=["constant upstream", "upstream with grad"])
@@ -132,9 +126,6 @@ def test_a_sharded_head_is_refused(tmp_path):
         shard = {"vocab_offset": 0, "vocab_group": dist.group.WORLD}
         x = HIDDEN.clone().requires_grad_()
         out = linear_token_log_probs(x, HEAD, TOKENS, **shard).log_probs
-        (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        whole = linear_token_log_probs(x, HEAD, TOKENS).log_probs.sum()
-        torch.testing.assert_close(grad, torch.autograd.grad(whole, x)[0])
         with pytest.raises(RuntimeError, match=r"whole vocabulary with impl='reference'"):
             torch.autograd.grad(out.sum(), x, create_graph=True)
     finally:

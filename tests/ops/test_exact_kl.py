@@ -1,4 +1,4 @@
-"""exact_kl: against float64, torch in float32, and its own contract."""
+"""exact_kl of any direction and beta, and the entropy beside it: against float64 and torch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,40 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Around vector blocks and chunks, and vocabularies that are no multiple of either.
 CLASSES = [1, 2, 7, 31, 32, 33, 129, 511, 513, 2560, 4097, 32000]
 INF = float("inf")
+BETAS = [1e-6, 1e-3, 0.1, 0.5, 0.9, 1 - 1e-3, 1 - 1e-6]
+BETA = {"forward": 0, "jensen_shannon": 0.5, "reverse": 1}
+JENSEN_SHANNON = {"direction": "jensen_shannon"}
 
 
-def torch_path(logits, ref_logits, direction, temperature=1.0):
-    """What users write: two log_softmax and a sum."""
-    log_p, log_q = (torch.log_softmax(x / temperature, -1) for x in (logits, ref_logits))
-    if direction == "forward":
-        log_p, log_q = log_q, log_p
-    p, q = log_p.exp(), log_q.exp()
-    if direction != "jensen_shannon":
-        return (p * (log_p - log_q)).sum(-1)
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1) / 2
+def kl(log_p, log_q):
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def with_zeros(logits, ref_logits, direction):
+def definition(student, teacher, beta, temperature=1.0):
+    """As the paper on generalised knowledge distillation defines it, of teacher and student."""
+    log_s, log_t = (torch.log_softmax(x / temperature, -1) for x in (student, teacher))
+    if beta in (0, 1):
+        return kl(log_s, log_t) if beta else kl(log_t, log_s)
+    log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log1p(-beta))
+    return beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m)
+
+
+def with_zeros(logits, ref_logits, beta):
     """The same in float64, where probabilities may be 0."""
     p, q = (torch.softmax(x.double(), -1) for x in (logits, ref_logits))
 
     def kl(p, q):
         return (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
 
-    if direction == "jensen_shannon":
-        return (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2
-    return kl(p, q) if direction == "reverse" else kl(q, p)
+    if beta in (0, 1):
+        return kl(p, q) if beta else kl(q, p)
+    middle = beta * q + (1 - beta) * p
+    return beta * kl(q, middle) + (1 - beta) * kl(p, middle)
+
+
+def entropy_of(logits, temperature=1.0):
+    log_p = torch.log_softmax(logits / temperature, -1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def sample(shape, dtype=torch.float32, apart=1.0):
@@ -48,24 +58,94 @@ def sample(shape, dtype=torch.float32, apart=1.0):
     return logits.to(dtype), (logits + torch.randn(shape) * apart).to(dtype)
 
 
-def gradients(function, logits, ref_logits, upstream):
+def gradients(function, logits, ref_logits, *upstream):
     leaves = [x.detach().clone().requires_grad_() for x in (logits, ref_logits)]
-    out = function(*leaves)
-    return torch.autograd.grad(out, leaves, upstream.to(out))
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    given = [x.to(y) for x, y in zip(upstream, outputs, strict=True)]
+    return torch.autograd.grad(outputs, leaves, given)
+
+
+def compare(p, q, beta, temperature=1.0, entropy=False, tol=1e-6):
+    """Values and gradients beside torch in float32 and the truth in float64."""
+    options = {**JENSEN_SHANNON, "beta": beta, "temperature": temperature}
+    upstream = torch.randn(2, len(p)).unbind()[: 1 + entropy]
+
+    def path(p, q):
+        return (definition(p, q, beta, temperature), entropy_of(p, temperature))[: 1 + entropy]
+
+    def ours(p, q):
+        return tuple(exact_kl(p, q, entropy=entropy, **options))[: 1 + entropy]
+
+    floats, doubles = ([x.to(t) for x in (p, q)] for t in (torch.float32, torch.float64))
+    for got, other, want in zip(ours(p, q), path(*floats), path(*doubles), strict=True):
+        assert got.dtype == torch.float32
+        no_worse(got, other, want, tol + 2e-7 * want.max().item())
+    assert torch.equal(ours(p, q)[0], exact_kl(p, q, **options).kl)
+    mine = gradients(ours, p, q, *upstream)
+    theirs, exact = (gradients(path, *x, *upstream) for x in (floats, doubles))
+    for got, other, want in zip(mine, theirs, exact, strict=True):
+        assert got.dtype == p.dtype
+        no_worse(got, other.to(p.dtype), want, 2 * tol)  # times upstream, over the temperature
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", CLASSES)
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("beta", [0, *BETAS, 1])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 25.0])
-def test_no_worse_than_torch_in_float32(dtype, classes, direction, temperature):
+@pytest.mark.parametrize("entropy", [False, True])
+def test_no_worse_than_torch_in_float32(dtype, classes, beta, temperature, entropy):
     for apart in (6.0, 0.05):
-        p, q = sample((9, classes), dtype, apart)
-        ours = exact_kl(p, q, direction=direction, temperature=temperature).kl
-        assert ours.dtype == torch.float32
-        theirs = torch_path(p.float(), q.float(), direction, temperature)
-        truth = torch_path(p.double(), q.double(), direction, temperature)
-        no_worse(ours, theirs, truth, 1e-6 + 2e-7 * truth.max().item())
+        compare(*sample((9, classes), dtype, apart), beta, temperature, entropy)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize(("apart", "digits"), [(3.0, 5e-6), (0.1, 5e-5)])
+def test_every_beta_keeps_its_digits(beta, impl, apart, digits):
+    """Near 0 and 1 the divergence is small; its error stays small beside it, as its gradients'."""
+    p, q = sample((32, 4000), apart=apart)
+    upstream = torch.rand(32) + 0.5
+
+    def ours(p, q):
+        return exact_kl(p, q, **JENSEN_SHANNON, beta=beta, impl=impl).kl
+
+    def exact(p, q):
+        return definition(p.double(), q.double(), beta)
+
+    torch.testing.assert_close(ours(p, q).double(), exact(p, q), rtol=digits, atol=0)
+    mine, truth = (gradients(path, p, q, upstream) for path in (ours, exact))
+    for grad, want in zip(mine, truth, strict=True):
+        atol = digits * want.abs().max().item()
+        torch.testing.assert_close(grad, want, rtol=digits, atol=atol)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_every_direction_is_a_beta(direction, impl):
+    p, q = sample((6, 500))
+    expected = exact_kl(p, q, direction=direction, entropy=True, impl=impl)
+    got = exact_kl(p, q, **JENSEN_SHANNON, beta=BETA[direction], entropy=True, impl=impl)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("beta", [1e-30, 1e-3, 0.3, 1 - 1e-15])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_sides_and_bounds(beta, impl):
+    """Of the two sides swapped it is that of 1 - beta; without a common class the largest."""
+    p, q = sample((4, 600))
+
+    def ours(p, q, beta=beta):
+        return exact_kl(p, q, **JENSEN_SHANNON, beta=beta, impl=impl).kl
+
+    there = ours(p, q)
+    assert (there > 0).all()
+    if beta > 1e-15:
+        torch.testing.assert_close(ours(q, p, 1 - beta), there, rtol=1e-5, atol=0)
+    p[:, :300], q[:, 300:] = -INF, -INF
+    most = -(beta * math.log(beta) + (1 - beta) * math.log1p(-beta))
+    torch.testing.assert_close(ours(p, q), torch.full((4,), most), rtol=1e-5, atol=0)
+    assert all(grad.isfinite().all() for grad in gradients(ours, p, q, torch.ones(4)))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -94,28 +174,33 @@ def test_infinite_logits(classes, direction, dtype):
     p[9, 2], q[10, classes - 1] = INF, INF
     p[11, classes - 1] = float("nan")
     ours = exact_kl(p, q, direction=direction).kl
-    truth = with_zeros(p, q, direction)
-    truth[6] = with_zeros(p[6].masked_fill(p[6] == -150, -INF), q[6], direction)
-    if direction == "forward":
-        truth[6] = with_zeros(p[6], q[6], direction)
+    truth = with_zeros(p, q, BETA[direction])
+    if direction != "forward":
+        truth[6] = with_zeros(p[6].masked_fill(p[6] == -150, -INF), q[6], BETA[direction])
     assert truth[:7].isnan().sum() == 0
     no_worse(ours, truth.float(), truth, 2e-6)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("beta", [0, 0.1, 0.5, 0.9, 1])
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
-def test_gradient_of_a_banned_class_is_zero(direction, impl):
+def test_banned_classes(beta, impl):
+    """Of both rows, and of one, which the other must have too where the divergence is a KL."""
     p, q = sample((3, 5000))
     both = torch.rand(3, 5000) < 0.5
     p[both] = q[both] = -INF
-    p[1, :3000] = -INF  # has no mass of its own where the reference does
-    if direction == "forward":
-        p, q = q, p
-    upstream = torch.randn(3)
-    grads = gradients(
-        lambda p, q: exact_kl(p, q, direction=direction, impl=impl).kl, p, q, upstream
-    )
-    for logits, grad in zip((p, q), grads, strict=True):
+    p[1, :3000] = -INF
+    if 0 < beta < 1:
+        q[1, 2500:3500], q[2, :4000] = -INF, -INF
+    p, q = (p, q) if beta else (q, p)
+
+    def ours(p, q):
+        return exact_kl(p, q, **JENSEN_SHANNON, beta=beta, entropy=True, impl=impl)
+
+    got, of_p = ours(p, q), p.double().softmax(-1)
+    torch.testing.assert_close(got.kl.double(), with_zeros(p, q, beta), rtol=1e-5, atol=1e-6)
+    entropy = -torch.xlogy(of_p, of_p).sum(-1)
+    torch.testing.assert_close(got.entropy.double(), entropy, rtol=1e-6, atol=1e-6)
+    for logits, grad in zip((p, q), gradients(ours, p, q, *torch.randn(2, 3)), strict=True):
         assert grad.isfinite().all()
         assert (grad[logits == -INF] == 0).all()
         assert grad.any(-1).all()
@@ -125,9 +210,7 @@ def test_gradient_of_a_banned_class_is_zero(direction, impl):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_rows_far_from_zero(offset, direction):
     p, q = sample((4, 6000))
-    p, q = p + offset, q - offset
-    truth = torch_path(p.double(), q.double(), direction)
-    no_worse(exact_kl(p, q, direction=direction).kl, torch_path(p, q, direction), truth, 2e-6)
+    compare(p + offset, q - offset, BETA[direction], tol=2e-6)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -139,15 +222,7 @@ def test_a_later_chunk_that_dwarfs_the_first(direction):
     q[3, 5000:] -= 300.0
     p[4, 5000:] -= 300.0
     q[4, 9000:] += 200.0
-    truth = torch_path(p.double(), q.double(), direction)
-    theirs = torch_path(p, q, direction)
-    no_worse(exact_kl(p, q, direction=direction).kl, theirs, truth, 2e-6)
-    upstream = torch.randn(5)
-    mine = gradients(lambda p, q: exact_kl(p, q, direction=direction).kl, p, q, upstream)
-    path = gradients(lambda p, q: torch_path(p, q, direction), p, q, upstream)
-    exact = gradients(lambda p, q: torch_path(p, q, direction), p.double(), q.double(), upstream)
-    for got, other, want in zip(mine, path, exact, strict=True):
-        no_worse(got, other, want, 2e-6)
+    compare(p, q, BETA[direction], tol=2e-6)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -158,7 +233,7 @@ def test_peaks_late_in_their_rows(direction, at, peak):
     p, q = sample((4, 20000))
     p[0, at] = q[0, at] = p[1, at] = q[2, at] = p[3, at] = q[3, at] = peak
     p[3, 9000], q[3, 9000] = peak - 0.5, peak + 0.5
-    truth, theirs = (torch_path(x, y, direction) for x, y in ((p.double(), q.double()), (p, q)))
+    truth, theirs = (definition(p.to(t), q.to(t), BETA[direction]) for t in (torch.double, p.dtype))
     ours = exact_kl(p, q, direction=direction, entropy=True)
     entropies = [torch.distributions.Categorical(logits=x).entropy() for x in (p, p.double())]
     for row in range(len(p)):

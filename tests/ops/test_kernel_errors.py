@@ -9,7 +9,6 @@ OPS = torch.ops.fusedrl
 ROWS, HEAD = torch.linspace(-1, 1, 15).view(3, 5), torch.linspace(-1, 1, 20).view(4, 5)
 TOKENS = torch.tensor([0, 3, 1])
 ONE = torch.ones((), dtype=torch.float64)
-NO_PARTITION = torch.tensor([0, 2])
 
 
 def log_probs(rows=ROWS, offsets=None, temperature=ONE):
@@ -46,25 +45,15 @@ def kl(rows=ROWS):
 
 
 OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss]
+REFUSED = [
+    ({"offsets": torch.tensor([0, 2])}, "offsets: expected non-decreasing values from 0 to"),
+    ({"temperature": -ONE}, "temperature: expected a finite number > 0, got -1; 1"),
+    ({"rows": ROWS.int()}, r"\w+: expected dtype float32, bfloat16 or float16, .*; conv"),
+]
+CALLS = [(op, *refused) for op in OVER_ROWS for refused in REFUSED] + [(kl, *REFUSED[-1])]
 
 
-@pytest.mark.parametrize("op", OVER_ROWS)
-def test_offsets(op):
-    with pytest.raises(RuntimeError, match=r"^offsets: expected non-decreasing values from 0 to"):
-        op(offsets=NO_PARTITION)
-
-
-@pytest.mark.parametrize("op", OVER_ROWS)
-def test_temperature(op):
-    with pytest.raises(
-        RuntimeError, match=r"^temperature: expected a finite number > 0, got -1; 1"
-    ):
-        op(temperature=-ONE)
-
-
-@pytest.mark.parametrize("op", [*OVER_ROWS, kl])
-def test_dtype(op):
-    with pytest.raises(
-        RuntimeError, match=r"^\w+: expected dtype float32, bfloat16 or float16, .*; conv"
-    ):
-        op(rows=ROWS.int())
+@pytest.mark.parametrize(("op", "given", "message"), CALLS)
+def test_a_call_past_python_is_refused(op, given, message):
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        op(**given)

@@ -12,7 +12,6 @@ from fusedrl import exact_kl, linear_exact_kl
 from fusedrl.ops.exact_kl import DIRECTIONS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-NAMES = ("hidden", "weight", "bias", "ref_hidden", "ref_weight", "ref_bias")
 # Around the classes of a tile, and several tiles.
 CLASSES = [1, 7, 4095, 4096, 4097, 5000]
 SHAPES = [
@@ -36,10 +35,12 @@ def sample(shape, classes=50, widths=(16, 24), dtype=torch.float32, apart=2.0):
 
 
 def ours(heads, mask=None, **options):
+    """The divergence, or both results where the entropy is asked for."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = heads
-    return linear_exact_kl(
+    found = linear_exact_kl(
         hidden, weight, ref_hidden, ref_weight, mask, bias=bias, ref_bias=ref_bias, **options
-    ).kl
+    )
+    return found.kl if found.entropy is None else torch.stack(tuple(found))
 
 
 def logits_of(hidden, weight, bias, scale=None, softcap=None):
@@ -54,31 +55,38 @@ def materialised(
     """What users write: two heads, then the divergence of their logits."""
     logits = logits_of(*heads[:3], scale, softcap)
     ref_logits = logits_of(*heads[3:], ref_scale, ref_softcap)
-    return exact_kl(logits, ref_logits, mask, impl="reference", **options).kl
+    found = exact_kl(logits, ref_logits, mask, impl="reference", **options)
+    return found.kl if found.entropy is None else torch.stack(tuple(found))
 
 
-def gradients(function, heads, upstream, wanted=range(6)):
-    leaves = [None if x is None else x.detach().clone() for x in heads]
-    asked = [leaves[i].requires_grad_() for i in wanted]
+def gradients(function, heads, upstream):
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in heads]
     out = function(leaves)
-    return torch.autograd.grad(out, asked, upstream.to(out))
+    return torch.autograd.grad(out, [x for x in leaves if x is not None], upstream.to(out))
 
 
-def compare(heads, mask=None, **options):
+def given_in(dtype, heads):
+    return [None if x is None else x.to(dtype) for x in heads]
+
+
+def compare(heads, mask=None, batch_invariant=False, **options):
     """Forward and every gradient, beside torch in float32 and the truth in float64."""
-    upstream = torch.randn(heads[0].shape[:-1])
 
     def path(heads):
         return materialised(heads, mask, **options)
 
-    floats, doubles = ([x.to(t) for x in heads] for t in (torch.float32, torch.float64))
-    divergence, truth = ours(heads, mask, **options), path(doubles)
-    assert divergence.dtype == torch.float32
-    no_worse(divergence, path(floats), truth, 2e-6 + 1e-6 * truth.max().item())
-    mine = gradients(lambda heads: ours(heads, mask, **options), heads, upstream)
+    def fused(heads):
+        return ours(heads, mask, batch_invariant=batch_invariant, **options)
+
+    floats, doubles = (given_in(t, heads) for t in (torch.float32, torch.float64))
+    found, truth = fused(heads), path(doubles)
+    assert found.dtype == torch.float32
+    no_worse(found, path(floats), truth, 2e-6 + 1e-6 * truth.max().item())
+    upstream = torch.randn_like(found)
+    mine = gradients(fused, heads, upstream)
     theirs, exact = (gradients(path, x, upstream) for x in (floats, doubles))
-    for name, got, other, want in zip(NAMES, mine, theirs, exact, strict=True):
-        assert got.dtype == heads[0].dtype, name
+    for got, other, want in zip(mine, theirs, exact, strict=True):
+        assert got.dtype == heads[0].dtype
         no_worse(got, other.to(got.dtype), want, 2e-6 + 1e-6 * want.abs().max().item())
 
 
@@ -96,6 +104,16 @@ def test_softcaps_and_scales_of_either_side(dtype, direction, shape):
     compare(sample((5,), 1030, dtype=dtype), direction=direction, temperature=1.3, **shape)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [7, 5000])
+@pytest.mark.parametrize("beta", [0, 1e-3, 0.2, 0.999, 1])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_any_beta_and_the_entropy(dtype, classes, beta, batch_invariant):
+    options = {"direction": "jensen_shannon", "beta": beta, "entropy": True, "temperature": 0.7}
+    options |= {"softcap": 3.0, "scale": 1.5}
+    compare(sample((9,), classes, dtype=dtype), torch.rand(9) < 0.7, batch_invariant, **options)
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("widths", [(1, 1), (3, 130), (130, 3)])
 def test_widths_of_their_own(direction, widths):
@@ -107,24 +125,10 @@ def test_widths_of_their_own(direction, widths):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_more_rows_than_a_tile(dtype, direction, batch_invariant):
     """Gradients of the heads are sums over several blocks of rows, the last one not full."""
-    heads = sample((1100,), 1100, (8, 12), dtype)
     mask = torch.arange(1100) % 17 != 3
     assert mask.sum() > 1024
-    options = {"direction": direction, "softcap": 4.0}
-    upstream = torch.randn(1100)
-
-    def path(heads):
-        return materialised(heads, mask, **options)
-
-    def fused(heads):
-        return ours(heads, mask, batch_invariant=batch_invariant, **options)
-
-    doubles = [x.double() for x in heads]
-    no_worse(fused(heads), path([x.float() for x in heads]), path(doubles), 1e-5)
-    rounding = {"rtol": torch.finfo(dtype).eps + 2e-6, "atol": 2e-5}
-    mine, exact = gradients(fused, heads, upstream), gradients(path, doubles, upstream)
-    for got, want in zip(mine, exact, strict=True):
-        torch.testing.assert_close(got.double(), want, **rounding)
+    heads = sample((1100,), 1100, (8, 12), dtype)
+    compare(heads, mask, batch_invariant, direction=direction, softcap=4.0)
 
 
 @pytest.mark.parametrize("given", [(2,), (5,), ()])
@@ -133,16 +137,7 @@ def test_a_bias_on_one_side_or_none(given, direction):
     heads = sample((6,), 1030)
     for i in {2, 5} - set(given):
         heads[i] = None
-    zeros = [torch.zeros(1030) if x is None else x for x in heads]
-    torch.testing.assert_close(ours(heads, direction=direction), ours(zeros, direction=direction))
-    wanted = [i for i in range(6) if heads[i] is not None]
-    upstream = torch.randn(6)
-    for got, want in zip(
-        gradients(lambda x: ours(x, direction=direction), heads, upstream, wanted),
-        gradients(lambda x: ours(x, direction=direction), zeros, upstream, wanted),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)
+    compare(heads, direction=direction)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -168,19 +163,6 @@ def test_classes_that_biases_ban(direction, batch_invariant):
         assert weight.isfinite().all() and bias.isfinite().all()
         assert not weight[banned].any() and not bias[banned].any()
         assert bias[~banned].any()
-
-
-@pytest.mark.parametrize("beta", [0.3, 1.0])
-def test_the_op_computes_no_gradient_that_nobody_wants(beta):
-    hidden, weight, bias, ref_hidden, ref_weight, ref_bias = sample((7,), 1030)
-    head, ref_head = (hidden, weight, bias, 1.0, 0.0), (ref_hidden, ref_weight, ref_bias, 1.0, 0.0)
-    one = torch.ones((), dtype=torch.float64)
-    args = (*head, *ref_head, None, None, False, one, beta)
-    kl, *saved = torch.ops.fusedrl.linear_exact_kl(*args, True, False, 0)
-    none = torch.ops.fusedrl.linear_exact_kl_backward(
-        kl, saved[0], *args, False, *saved, *[False] * 6
-    )
-    assert all(grad.shape == (0,) for grad in none)
 
 
 @settings(max_examples=60, deadline=None)

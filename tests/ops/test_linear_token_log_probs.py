@@ -86,9 +86,10 @@ def check(inputs, tokens, upstream=None, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("classes", [1, 7, 4095, 4096, 4097, 5000])  # around a tile of classes
-@pytest.mark.parametrize("width", [1, 3, 64])
-def test_no_worse_than_torch_in_the_same_dtype(dtype, classes, width):
-    *inputs, tokens = problem(9, classes, width, dtype)
+@pytest.mark.parametrize(("rows", "width"), [(9, 1), (9, 3), (15, 64), (29, 513)])
+def test_no_worse_than_torch_in_the_same_dtype(dtype, classes, rows, width):
+    """The tails of blocks, panels and pairs, and a second piece of the depth."""
+    *inputs, tokens = problem(rows, classes, width, dtype)
     check(inputs, tokens, temperature=0.7)
 
 
@@ -179,6 +180,42 @@ def test_sure_token_keeps_its_gradient(certainty):
     torch.testing.assert_close(log_prob.detach().double(), truth, rtol=1e-7, atol=1e-7)
     expected = -torch.expm1(log_prob.detach().double())
     torch.testing.assert_close(grad[3:4].double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [INF, -INF, torch.nan])
+def test_what_is_not_finite_stays_in_its_row(dtype, value):
+    *inputs, tokens = problem(20, 600, 40, dtype)
+    upstream, others = torch.randn(2, 20), torch.arange(20) != 3
+    (clean, _), (clean_grad, *_) = results(compiled, inputs, tokens, upstream)
+    inputs[0][3, 7] = value
+    (broken, _), (grad, *_) = results(compiled, inputs, tokens, upstream)
+    assert not broken[3].isfinite()
+    assert torch.equal(broken[others], clean[others])
+    assert torch.equal(grad[others], clean_grad[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extreme", [INF, torch.nan, 3e38, 1e-30])
+def test_upstream_gradients_at_the_ends_of_float32(dtype, extreme):
+    *inputs, tokens = problem(6, 50, 8, dtype)
+    upstream = torch.randn(2, 6)
+    upstream[0, 2] = extreme
+    found, expected = (results(path, inputs, tokens, upstream)[1] for path in (compiled, reference))
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got.isfinite(), want.isfinite())
+    torch.testing.assert_close(found[0][:2], expected[0][:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_logits_between_the_largest_bfloat16_and_infinity(dtype):
+    """With 2000 classes of about equal probability the target's keeps 0.9995 of the upstream."""
+    hidden, weight = torch.ones(1, 1, dtype=dtype), torch.full((2000, 1), 0.25, dtype=dtype)
+    weight[0] = 0.125
+    most = torch.finfo(torch.float32).max
+    out = linear_token_log_probs(hidden.requires_grad_(), weight, torch.zeros(1).long()).log_probs
+    (grad,) = torch.autograd.grad(out, hidden, torch.tensor([most]))
+    torch.testing.assert_close(grad, torch.full((1, 1), -0.125 * most).to(dtype), rtol=1e-2, atol=0)
 
 
 @settings(max_examples=40, deadline=None)

@@ -124,58 +124,37 @@ def test_one_compilation_for_all_lengths(compiler_for):
 
 
 ALL = {"bias": True, "softcap": 30.0, "entropy": True}
+# The last three are less of the same code.
 CASES = [
-    pytest.param(torch.bfloat16, 1024, ALL, id="bfloat16-all"),
-    pytest.param(torch.float16, 1008, ALL, id="float16-part_of_a_step"),
-    pytest.param(torch.float32, 1000, ALL, id="float32-all"),
-]
-# Less of the same code.
-LESS = [
-    pytest.param(torch.bfloat16, 1024, {}, id="bfloat16"),
-    pytest.param(torch.bfloat16, 1024, {"entropy": True}, id="bfloat16-entropy"),
-    pytest.param(torch.bfloat16, 1000, ALL, id="bfloat16-narrow_loads"),
+    *((torch.bfloat16, 1024, ALL), (torch.float16, 1008, ALL), (torch.float32, 1000, ALL)),
+    *((torch.bfloat16, 1024, {}), (torch.bfloat16, 1024, {"entropy": True})),
+    (torch.bfloat16, 1000, ALL),
 ]
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 TENSOR_CORES = {80: "mma.sync", 86: "mma.sync", 90: "wgmma", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
 def on_every_architecture():
-    """The first case on one of them if not slow."""
-    for case, capability in itertools.product(CASES, (80, 90, 100)):
-        quick = case is CASES[0] and capability == 90
-        marks = pytest.mark.heavy if quick else pytest.mark.slow
-        yield pytest.param(*case.values, capability, id=f"{case.id}-{capability}", marks=marks)
+    """Those of less shared memory with the first case alone; one of them if not slow."""
+    for (i, case), capability in itertools.product(enumerate(CASES), SHARED_KIB):
+        if i == 0 or capability in (80, 90, 100):
+            quick = (i, capability) == (0, 90)
+            yield pytest.param(
+                *case, capability, marks=pytest.mark.heavy if quick else pytest.mark.slow
+            )
 
 
 @needs_compiler
 @pytest.mark.parametrize(("dtype", "depth", "options", "capability"), list(on_every_architecture()))
 def test_compiles_without_spills(compiler_for, tmp_path, dtype, depth, options, capability):
-    check(compiler_for(capability), tmp_path, dtype, depth, options)
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("dtype", "depth", "options"), LESS)
-def test_less_compiles_without_spills(compiler_for, tmp_path, dtype, depth, options, capability):
-    check(compiler_for(capability), tmp_path, dtype, depth, options)
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("capability", [86, 120])
-def test_compiles_for_less_shared_memory(compiler_for, tmp_path, capability):
-    check(compiler_for(capability), tmp_path, torch.bfloat16, 1024, ALL)
-
-
-def check(compiler: Compiler, folder: Path, dtype: torch.dtype, depth: int, options: dict) -> None:
+    compiler = compiler_for(capability)
     compiler.compile(4, 300, depth, dtype, **options)
     (split,), (merge,) = (compiler.compiled(f"_{name}_kernel") for name in ("split", "merge"))
     for kernel in (split, merge):
-        assert kernel.metadata.target.arch == compiler.capability
-        assert kernel.metadata.shared <= SHARED_KIB[compiler.capability] * 1024
-        assert stack_bytes(kernel.asm["cubin"], folder) == 0
-    instruction = TENSOR_CORES[compiler.capability]
+        assert kernel.metadata.target.arch == capability
+        assert kernel.metadata.shared <= SHARED_KIB[capability] * 1024
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
+    instruction = TENSOR_CORES[capability]
     assert (instruction in split.asm["ptx"]) == (dtype != torch.float32)
     assert "tf32" not in split.asm["ptx"]
     if depth % 16 == 0:

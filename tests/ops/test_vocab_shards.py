@@ -48,27 +48,6 @@ def test_parts_in_any_order_are_the_whole(dtype, shift, masked):
             assert torch.equal(mine == 0, exact == 0)
 
 
-def test_what_a_part_knows():
-    hidden, weight, bias, tokens, _ = problem()
-    for part, (start, end) in zip(
-        parts_of(hidden, weight, bias, tokens, temperature=2.0),
-        itertools.pairwise(BOUNDS),
-        strict=True,
-    ):
-        logits = (hidden @ weight[start:end].T + bias[start:end]).double()
-        top = logits.amax(-1)
-        scaled_sum = ((logits - part.max.double()[..., None]) / 2).exp().sum(-1)
-        assert ((top - part.max.double()).abs() < 2 * 80).all()
-        torch.testing.assert_close(part.sum.double(), scaled_sum, rtol=1e-5, atol=1e-5)
-        there = (tokens >= start) & (tokens < end)
-        picked = logits.gather(-1, (tokens - start).clamp(0, end - start - 1)[..., None])
-        assert (part.target[~there] == -torch.inf).all()
-        torch.testing.assert_close(
-            part.target[there].double(), picked[..., 0][there], rtol=1e-5, atol=1e-6
-        )
-        assert part.temperature.item() == 2.0
-
-
 @pytest.mark.parametrize("token", [-100, -1, CLASSES, 2**40])
 def test_a_token_in_no_shard_has_no_probability(token):
     hidden, weight, bias, tokens, _ = problem()

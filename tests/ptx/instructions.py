@@ -234,10 +234,6 @@ def _approximate_reciprocal(x: Array) -> Array:
     return (1 / x.astype(np.float64) * (1 + _BOUND / 2 * _error(x))).astype(np.float32)
 
 
-def _approximate_quotient(a: Array, b: Array) -> Array:
-    return (a.astype(np.float64) / b * (1 + _BOUND / 2 * _error(b))).astype(np.float32)
-
-
 def _reciprocal(x: Array) -> Array:
     return x.dtype.type(1) / x
 
@@ -295,9 +291,6 @@ _FUNCTIONS: dict[str, tuple[int, Function]] = {
 _SPECIAL: dict[str, Function] = {
     "rcp.approx.ftz.f32": _approximate_reciprocal,
     "rcp.approx.ftz.f64": _gross_reciprocal,
-    "div.full.f32": _approximate_quotient,
-    "div.approx.f32": _approximate_quotient,
-    "max.NaN.f32": _extreme(np.maximum, np.bitwise_and),
 }
 
 _ORDER: dict[str, Function] = {

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 
 import numpy as np
-from ptx.instructions import BITS, TYPES, Array, constant, from_bfloat16, operation
-from ptx.memory import UNWRITTEN, Access, Fault, Memory
+from ptx.instructions import BITS, TYPES, Array, constant, operation
+from ptx.memory import Access, Fault, Memory
 from ptx.program import Instruction, Kernel
 
 WARP = 32
@@ -42,7 +42,6 @@ class Lanes:
         self.program, self.memory = program, memory
         self.registers = list(program.zeros)
         self.arguments: dict[str, Array] = {}  # of the function that is called next
-        self.copies: list[list[Callable[[], None]]] = [[]]  # groups on their way; the last is open
         self.at = np.zeros(self.count, np.int32)
         self.barriers = np.zeros(self.count, np.int32)
         self.lanes = np.arange(self.count, dtype=np.int32)
@@ -274,88 +273,6 @@ class Program:
             columns = [lanes.of_active(value(lanes)) for value in values]
             at = lanes.of_active(address(lanes))
             lanes.memory.store(space, at, np.stack(columns, -1), lanes.access())
-
-        return step
-
-    def _cp(self, instruction: Instruction) -> Step:
-        """``cp.async``: what it copies arrives as late as it may, where its group is waited for."""
-        _, _, what, *_ = instruction.opcode.split(".")
-        if what == "commit_group":
-            return lambda lanes: lanes.copies.append([])
-        if what == "wait_group":
-            left = int(instruction.operands[0])
-
-            def wait(lanes: Lanes) -> None:
-                while len(lanes.copies) > left + 1:
-                    for arrive in lanes.copies.pop(0):
-                        arrive()
-
-            return wait
-        to, place, size, given = instruction.operands
-        words, wanted = int(size, 0) // 4, self.operand(given, "u32")
-        target, source = self.address(to), self.address(place)
-
-        def step(lanes: Lanes) -> None:
-            at, by = lanes.of_active(target(lanes)), lanes.access()
-            some = lanes.of_active(wanted(lanes)) == 4 * words  # the others get zeros
-            values = np.zeros((len(at), words), np.uint32)
-            values[some] = lanes.memory.load(
-                "global", lanes.of_active(source(lanes))[some], words, 4, by.of(some), cached=False
-            )
-            lanes.memory.store("shared", at, np.full_like(values, UNWRITTEN * 0x01010101), by)
-            indices = lanes.indices
-
-            def arrive() -> None:
-                now = by._replace(barriers=lanes.barriers[indices])
-                lanes.memory.store("shared", at, values, now)
-
-            lanes.copies[-1].append(arrive)
-
-        return step
-
-    def _ldmatrix(self, instruction: Instruction) -> Step:
-        """Matrices of eight rows of 16 bytes; the first lanes bring the address of a row each."""
-        if not instruction.opcode.endswith((".x1.shared.b16", ".x4.shared.b16")):
-            raise NotImplementedError(str(instruction))
-        to, place = instruction.operands
-        registers, address = self.destinations(to), self.address(place)
-        count = len(registers)
-
-        def step(lanes: Lanes) -> None:
-            first = lanes.indices % WARP < 8 * count
-            at, by = lanes.of_active(address(lanes))[first], lanes.access().of(first)
-            rows = lanes.memory.load("shared", at, 4, 4, by, cached=False)
-            words = rows.reshape(-1, count, WARP)  # in a warp: matrix, row and word
-            for i, register in enumerate(registers):
-                lanes.put(register, lanes.spread(words[:, i].ravel()))
-
-        return step
-
-    def _mma(self, instruction: Instruction) -> Step:
-        """A warp's product; its sums are rounded once."""
-        _, _, _, shape, *layout, to, kind, _, _ = instruction.opcode.split(".")
-        if (shape, layout, to) != ("m16n8k16", ["row", "col"], "f32"):
-            raise NotImplementedError(str(instruction))
-        registers = self.destinations(instruction.operands[0])
-        left, right, sums = (
-            [self.operand(x, k) for x in _listed(text)]
-            for text, k in zip(instruction.operands[1:], ("b32", "b32", "f32"), strict=True)
-        )
-
-        def halves(lanes: Lanes, value: Operand) -> Array:
-            """Of every warp eight rows: those that the words of a register hold."""
-            words = np.ascontiguousarray(np.broadcast_to(value(lanes), lanes.count))
-            pairs = words.view(np.uint16).reshape(-1, 8, 8)
-            return from_bfloat16(pairs) if kind == "bf16" else pairs.view(np.float16)
-
-        def step(lanes: Lanes) -> None:
-            a, c, b, d = (halves(lanes, value).astype(float) for value in left)
-            first, second = (halves(lanes, value).astype(float) for value in right)
-            for i, (low, high) in enumerate(((a, b), (c, d))):
-                product = low @ first.swapaxes(1, 2) + high @ second.swapaxes(1, 2)
-                for j in (0, 1):
-                    of_lanes = product[:, :, j::2].reshape(-1) + sums[2 * i + j](lanes)
-                    lanes.put(registers[2 * i + j], of_lanes.astype(np.float32).view(np.uint32))
 
         return step
 

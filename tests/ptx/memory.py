@@ -42,11 +42,11 @@ class Region:
     """Memory that is contiguous, and who has used each part of it: as large as what is accessed.
 
     Two users race if one writes what the other one uses, and no barrier of their block lies
-    between; none orders blocks. With ``replicas`` several may write the same by one instruction.
+    between; none orders blocks.
     """
 
-    def __init__(self, begin: int, data: Array, *, replicas: bool = False) -> None:
-        self.begin, self.data, self.replicas = begin, data, replicas
+    def __init__(self, begin: int, data: Array) -> None:
+        self.begin, self.data = begin, data
         self.constant = False  # read through the cache that writes do not reach
         self._views: dict[int, Array] = {}
         self._users: tuple[Array, ...] | None = None
@@ -84,7 +84,7 @@ class Region:
         if write:
             found |= races(first, read) | races(last, read)
             writer[at], written[at] = me, now
-            found |= (writer[at] != me) & (not self.replicas)  # two users of this very instruction
+            found |= writer[at] != me  # two users of this very instruction
         else:
             over = (first[at] < 0) | (own_block(first) & own_block(last) & (read[at] < now))
             lowest = np.where(over, me, np.minimum(first[at], me))
@@ -107,8 +107,6 @@ class Memory:
         shared: dict[str, Variable],
         blocks: int,
         arguments: bytes,
-        *,
-        replicas: bool = False,
     ) -> None:
         self._find = find
         self._tensors: list[Region] = []
@@ -117,8 +115,7 @@ class Memory:
         self._starts = np.array([v.offset for v in variables])
         self._ends = np.array([v.offset + v.size for v in variables])
         self._stride = (int(self._ends[-1]) + 15) // 16 * 16  # from block to block
-        shared_bytes = np.full(blocks * self._stride, UNWRITTEN, np.uint8)
-        self._shared = Region(0, shared_bytes, replicas=replicas)
+        self._shared = Region(0, np.full(blocks * self._stride, UNWRITTEN, np.uint8))
 
     def load(
         self, space: str, address: Array, count: int, size: int, by: Access, *, cached: bool
@@ -148,8 +145,6 @@ class Memory:
             region.note(offsets, count, size, by.of(who), write=True)
             memory, at = region.elements(offsets, count, size)
             memory[at] = values[who]
-            if (memory[at] != values[who]).any():
-                raise Fault("a race, of two threads that write what is not the same")
 
     def swap(
         self, space: str, address: Array, values: Array, function: np.ufunc, by: Access
