@@ -13,15 +13,6 @@ from torch import nn
 from fusedrl.channel import WeightChannel
 
 
-def test_a_trainer_of_float32_publishes_to_readers_of_bfloat16():
-    trainer, policy = nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()
-    with WeightChannel.create(trainer, dtype=torch.bfloat16) as channel:
-        channel.publish()
-        with channel.handle.open() as reader:
-            reader.load_into(policy)
-            assert torch.equal(policy.weight, trainer.weight.bfloat16())
-
-
 def test_loading_by_alias_copies_nothing_and_holds_the_version(channel, reader):
     model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
     publish(channel)

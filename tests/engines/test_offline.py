@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-import torch
 from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
 
 from fusedrl import WeightChannel
@@ -38,18 +37,6 @@ def test_an_engine_has_the_weights_of_each_update(llm, model):
         assert weights.version == channel.version == 20
         assert llm.get_weight_version() == "20"
     assert len(seen) > 15  # an engine that stands still would be seen
-
-
-def test_bfloat16_weights_in_the_channel_are_what_the_engine_has(llm, model):
-    train(model)
-    with (
-        WeightChannel.create(model, dtype=torch.bfloat16) as channel,
-        EngineWeights(channel, llm) as weights,
-    ):
-        weights.update()
-    rounded = {name: t.bfloat16().float() for name, t in model.state_dict().items()}
-    model.load_state_dict(rounded)
-    assert tokens_of(llm) == expected(model)
 
 
 def test_the_number_is_that_of_a_version_published_in_between(llm, model, monkeypatch):

@@ -88,30 +88,22 @@ def through_safetensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return safetensors.load(safetensors.save({name: state[name] for name in kept.values()}))
 
 
-def nested(module: nn.Module) -> dict[str, Any]:
-    return TensorDict(clones(module)).unflatten_keys(".").to_dict()
-
-
 FORMS: dict[str, Callable[[TensorDictModule], Any]] = {
     "module": lambda p: p,
     "from_module": TensorDict.from_module,
-    "data": lambda p: TensorDict.from_module(p).data,
     "clone": lambda p: TensorDict.from_module(p).data.clone(),
     "bfloat16": lambda p: TensorDict.from_module(p).data.to(torch.bfloat16),
-    "float64": lambda p: TensorDict.from_module(p).data.to(torch.float64),
     "dotted": lambda p: TensorDict.from_module(p).data.clone().flatten_keys("."),
     "state dict": lambda p: p.state_dict(),
     "dict of clones": clones,
-    "nested dict": nested,
+    "nested dict": lambda p: TensorDict(clones(p)).unflatten_keys(".").to_dict(),
     "torch.save": through_torch_save,
     "safetensors": through_safetensors,
     "model": lambda p: p.module.model,
     "model's state dict": lambda p: p.module.model.state_dict(),
-    "model's clones": lambda p: clones(p.module.model),
     "model's safetensors": lambda p: through_safetensors(p.module.model),
     "compiled": lambda p: clones(torch.compile(p.module.model)),
     "parallel": lambda p: nn.DataParallel(p.module.model).state_dict(),
-    "parallel's clones": lambda p: clones(nn.DataParallel(p.module.model)),
     "parallel module": lambda p: nn.DataParallel(p.module.model),
 }
 
