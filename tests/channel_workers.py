@@ -121,10 +121,3 @@ def run_code(pipe: Any, code: str, out: Path, err: Path) -> None:
     torch.set_num_threads(1)
     exec(code, {"__name__": "code"})
     sys.stdout.flush()
-
-
-def open_all_the_time(pipe: Any, handle: Any, times: int) -> None:
-    """Open and close as often as told."""
-    for _ in range(times):
-        handle.open().close()
-    pipe.send("done")

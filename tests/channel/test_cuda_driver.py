@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -129,16 +128,3 @@ def test_an_event_that_is_not_done_is_no_error(run):
     script = "from fusedrl import _host; print(_host.CudaDriver().event_done(0, 1))"
     done = run(script, FAKE_CUDA_FAIL="cuEventQuery", FAKE_CUDA_CODE="600")
     assert done.stdout.strip() == "False"
-
-
-def test_a_capsule_that_no_tensor_took_lets_go_of_its_owner():
-    class Owner:
-        pass
-
-    owner = Owner()
-    alive = weakref.ref(owner)
-    capsule = _host.CudaDriver().tensor(4096, 16, 0, owner)
-    del owner
-    assert alive() is not None
-    del capsule
-    assert alive() is None

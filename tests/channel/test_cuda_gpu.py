@@ -41,13 +41,6 @@ def process(run, *arguments):
         child.join()
 
 
-def _event():
-    """Done when the current stream's work so far is."""
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
 @pytest.fixture
 def _no_wait_for_the_device(monkeypatch):
     def refuse(*_, **__):
@@ -72,23 +65,6 @@ def test_another_process_sees_whole_versions_while_they_are_overwritten():
     assert len(seen) == rounds
     assert len({version for version, _ in seen}) > 1
     assert [found for _, found in seen] == [[float((v - 1) % 4 + 1)] for v, _ in seen]
-
-
-@pytest.mark.usefixtures("_no_wait_for_the_device")
-def test_a_reader_of_this_process_sees_whole_versions_on_its_own_stream():
-    seen = []
-    with (
-        WeightChannel.create(workers.weights_of(0, NUMBERS, "cuda")) as channel,
-        channel.handle.open() as reader,
-    ):
-        for version in range(1, 21):
-            channel.publish(workers.weights_of(version, NUMBERS, "cuda"))
-            with torch.cuda.stream(torch.cuda.Stream()), reader.lease() as lease:
-                torch.cuda._sleep(2_000_000)
-                seen.append((lease.version, workers.extremes(lease.weights), _event()))
-        for version, found, done in seen:
-            torch.cuda.current_stream().wait_event(done)
-            assert set(found.tolist()) == {float(version)}
 
 
 def test_a_thousand_versions_take_no_more_memory_than_one():

@@ -183,20 +183,6 @@ def test_parameters_have_one_follower(channel, reader, followed):
         Follower(theirs, nn.Sequential(model[0])[0])
 
 
-def test_copies_of_a_module_do_not_follow(channel, followed):
-    model, follower = followed
-    with follower.call():
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    channel.publish(filled(2))
-    for other in copies:
-        assert version_of(other) is None
-        state = other.state_dict()
-        assert {float(n) for x in state.values() for n in x.flatten()} == {1}
-        other.load_state_dict(filled(7).state_dict())
-        assert content(other) == {7}
-    assert follower.version == 1
-
-
 @pytest.mark.parametrize("mode", ["alias", "copy"])
 def test_a_closed_follower_leaves_the_module_its_own_memory(channel, reader, mode):
     model = filled(0)

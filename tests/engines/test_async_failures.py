@@ -133,21 +133,3 @@ def test_one_that_fails_twice_lets_them_wait_for_the_next_update(engine, model, 
         assert await request == (expected(model), ["102"])
 
     run(test)
-
-
-def test_caches_that_are_not_dropped_are_of_the_version_before(engine, model, run, monkeypatch):
-    async def test(weights):
-        await weights.update_async()
-        tokens = expected(model)
-        train(model)
-
-        async def fail():
-            raise RuntimeError("no answer")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "reset_encoder_cache", fail)
-            with pytest.raises(RuntimeError, match="no answer"):
-                await weights.update_async()
-        assert await answer_of(engine, "goes on") == (tokens, ["101"])
-
-    run(test)

@@ -105,9 +105,3 @@ def test_a_worker_that_fails_again(llm, model, weights, faults, rank):
         weights.update()
     assert llm.get_weight_version() == "unknown"
     assert in_step(llm)
-
-
-def test_an_update_that_somebody_began_and_left(llm, weights):
-    llm.start_weight_update()
-    weights.update()
-    assert in_step(llm)

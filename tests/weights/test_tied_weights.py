@@ -13,6 +13,7 @@ import torch
 from counting_dialogs import Numbers
 from models.tiny import model_of
 from one_thread import one_thread
+from sync_collecting import forked
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -32,7 +33,7 @@ from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-__all__ = ["one_thread"]
+__all__ = ["forked", "one_thread"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -200,18 +201,6 @@ def test_a_collector_in_this_process_takes_each_form(make, how, kind, tied):
         check_updates(collector, kind, tied)
     finally:
         collector.shutdown()
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """Workers are forked: they start in a tenth of the time."""
-    before = torch.multiprocessing.get_start_method(allow_none=True)
-    torch.multiprocessing.set_start_method("fork", force=True)
-    context = torch.multiprocessing.get_context("fork")
-    module = "fusedrl.collectors.process.async_collector"
-    monkeypatch.setattr(f"{module}.process_context", lambda: context)
-    yield
-    torch.multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.heavy

@@ -201,14 +201,3 @@ def test_start_and_shutdown_say_what_they_need(make):
         collector.getattr_env("missing")
     assert "in getattr_env" in str(raised.value.__cause__)
     assert collector.next().shape == (4,)  # a refused call ends nothing
-
-
-def test_torchrls_profiler_runs_in_the_worker(make, tmp_path):
-    seen = []
-    collector = make(total_frames=16, post_collect_hook=seen.append)
-    trace = str(tmp_path / "trace {worker_idx}.json")
-    collector.enable_profile(save_path=trace, num_rollouts=2, warmup_rollouts=1)
-    assert len(list(collector)) == 4
-    assert "aten::" in (tmp_path / "trace 0.json").read_text()
-    collector.disable_profile()
-    assert collector.post_collect_hook == seen.append

@@ -99,12 +99,9 @@ FAILURES: dict[str, Any] = {
 }
 CALLS: dict[str, Callable[[Any], Any]] = {
     "async_shutdown": lambda collector: collector.async_shutdown(),
-    "shutdown": lambda collector: collector.shutdown(),
-    "iterate": lambda collector: next(iter(collector)),
     "next": lambda collector: collector.next(),
     "start": lambda collector: collector.start(),
     "update": lambda collector: collector.update_policy_weights_(),
-    "call": lambda collector: collector.reset(),
 }
 
 
