@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from prepared import processes
 from tensordict import TensorDict
+from torch import nn
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel
@@ -20,6 +21,11 @@ from fusedrl.channel import WeightChannel
 def weights_of(version: int, numbers: int = 4096) -> TensorDict:
     """Weights that are their version, in every number."""
     return TensorDict({name: torch.full((numbers,), float(version)) for name in "abcd"})
+
+
+def model_of_zeros(numbers: int = 4096) -> nn.Module:
+    """A module that such weights fit."""
+    return nn.ParameterDict({name: torch.zeros(numbers) for name in "abcd"})
 
 
 def publish(channel: WeightChannel, version: int | None = None, **options: Any) -> int | None:

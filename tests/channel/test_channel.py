@@ -154,7 +154,6 @@ def test_every_wait_is_finite(channel, reader):
         lambda: reader.lease(timeout=float("inf")),
         lambda: reader.wait_for(1, timeout=-1),
         lambda: publish(channel, timeout=float("nan")),
-        lambda: WeightChannel.create(workers.weights_of(0), timeout=float("inf")),
     ):
         with pytest.raises(ValueError, match="timeout: expected a finite number"):
             wait()
@@ -209,7 +208,7 @@ def test_the_publisher_waits_until_a_version_is_applied(channel, reader):
     reader.lease().release()
     channel.wait_applied(timeout=0)
     publish(channel)
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    model = workers.model_of_zeros()
     later = threading.Timer(0.1, reader.load_into, [model])
     later.start()
     channel.wait_applied(2, timeout=5)
@@ -274,6 +273,7 @@ def test_publishing_finds_what_a_module_has_by_now():
     [
         ({"slots": 1}, "slots: expected 2 to 64, got 1"),
         ({"slots": True}, "slots: expected an int"),
+        ({"timeout": float("inf")}, "timeout: expected a finite number"),
         ({"max_readers": 0}, "max_readers: expected 1 to"),
         ({"dtype": "bfloat16"}, "dtype: expected a torch.dtype"),
         ({"device": "meta"}, "device: expected cpu or cuda, got meta"),
