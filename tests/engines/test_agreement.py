@@ -1,4 +1,4 @@
-"""What workers do alike or not at all, and why only the last of them raises."""
+"""What workers do alike or not at all."""
 
 from __future__ import annotations
 

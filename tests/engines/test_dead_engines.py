@@ -1,4 +1,4 @@
-"""What ends an engine: weights that never come, in vLLM's own backends; here, to use half of them.
+"""What ends an engine: half of the weights of a version, or a process that is killed.
 
 Each test has an engine of its own, as it does not outlive it.
 """

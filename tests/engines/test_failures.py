@@ -9,7 +9,7 @@ import pytest
 from engine_publishers import publisher
 from tiny_engines import completion, expected, offline, spans_of, train
 
-from fusedrl import WeightChannel, WeightHandle
+from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.engines import engine_of
 from fusedrl.vllm.updates import Updates
@@ -78,19 +78,6 @@ class TestATrainerInAnotherProcess:
             version, tokens = trainer.publish()
             updates_of(trainer.handle, llm).load(version)
             assert answer_of(llm) == (tokens, "2")
-
-    @pytest.mark.parametrize(
-        ("handle", "said"),
-        [
-            (WeightHandle(2**22 + 1, 3, "0" * 32), "4194305"),
-            (WeightHandle(os.getpid(), 0, "0" * 32), "new handle"),
-        ],
-        ids=["no process", "no channel"],
-    )
-    def test_a_handle_of_nothing(self, llm, model, handle, said):
-        with pytest.raises(Exception, match=said):
-            updates_of(handle, llm).load(1)
-        assert answer_of(llm) == (expected(model), "100")
 
 
 class TestInTheMiddle:

@@ -1,7 +1,5 @@
 """A ``vllm.LLM`` that a trainer feeds through a channel."""
 
-import threading
-
 import pytest
 from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
 
@@ -65,20 +63,6 @@ def test_an_engine_loads_what_is_published_already(llm, model):
         assert weights.load() == weights.version == channel.version == 7
         assert versions_of(llm) == [("7", 0, 12)]
         assert tokens_of(llm) == expected(model)
-
-
-def test_updates_of_two_threads_come_one_after_the_other(llm, model):
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
-        given = []
-        threads = [
-            threading.Thread(target=lambda: given.append(weights.update())) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(given) == [1, 2, 3, 4]
-        assert weights.version == 4
 
 
 def test_two_trainers_of_one_engine_do_not_get_each_other_s_weights(llm, model, tmp_path):
