@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorStack, TensorDict
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv
-from torchrl.envs.llm import ChatEnv, DatasetChatEnv
+from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import DataLoadingPrimer
 from transforms.conftest import QUESTIONS, OneReward
 
@@ -28,8 +28,3 @@ def chat(tokenizer: Any) -> EnvBase:
     for part in (DataLoadingPrimer(dataloader=loader(2)), OneReward(), StepCounter(2)):
         env.append_transform(part)
     return env
-
-
-def dataset(tokenizer: Any) -> EnvBase:
-    """One dialog at a time, which asks the questions of a data set."""
-    return DatasetChatEnv.from_dataloader(tokenizer=tokenizer, dataloader=loader(1))

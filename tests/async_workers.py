@@ -27,13 +27,6 @@ class Odd(Exception):
         self.more = more
 
 
-class NoException(Exception):
-    """Its pickle is read as something else."""
-
-    def __reduce__(self) -> Any:
-        return str, ("no exception",)
-
-
 class Unspeakable(Exception):
     """Whatever it says of itself raises."""
 
@@ -41,13 +34,6 @@ class Unspeakable(Exception):
         raise RuntimeError("no words")
 
     __repr__ = __str__
-
-
-class Unsendable(Exception):
-    """It cannot be pickled."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError("stays here")
 
 
 class Failing:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from prepared import processes
 from tensordict import TensorDict
+from torch import nn
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel
@@ -20,6 +21,11 @@ from fusedrl.channel import WeightChannel
 def weights_of(version: int, numbers: int = 4096) -> TensorDict:
     """Weights that are their version, in every number."""
     return TensorDict({name: torch.full((numbers,), float(version)) for name in "abcd"})
+
+
+def model_of_zeros(numbers: int = 4096) -> nn.Module:
+    """A module that such weights fit."""
+    return nn.ParameterDict({name: torch.zeros(numbers) for name in "abcd"})
 
 
 def publish(channel: WeightChannel, version: int | None = None, **options: Any) -> int | None:
@@ -121,10 +127,3 @@ def run_code(pipe: Any, code: str, out: Path, err: Path) -> None:
     torch.set_num_threads(1)
     exec(code, {"__name__": "code"})
     sys.stdout.flush()
-
-
-def open_all_the_time(pipe: Any, handle: Any, times: int) -> None:
-    """Open and close as often as told."""
-    for _ in range(times):
-        handle.open().close()
-    pipe.send("done")

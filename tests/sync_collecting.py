@@ -15,10 +15,13 @@ FRAMES = {"frames_per_batch": 24, "total_frames": -1}
 
 
 @pytest.fixture
-def forked():
+def forked(monkeypatch):
     """Workers are forked: they start in a tenth of the time."""
     before = torch.multiprocessing.get_start_method(allow_none=True)
     torch.multiprocessing.set_start_method("fork", force=True)
+    context = torch.multiprocessing.get_context("fork")
+    module = "fusedrl.collectors.process.async_collector"
+    monkeypatch.setattr(f"{module}.process_context", lambda: context)
     yield
     torch.multiprocessing.set_start_method(before, force=True)
 

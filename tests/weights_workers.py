@@ -55,24 +55,3 @@ def make_policy(weight: float = 0.0) -> TensorDictModule:
     linear = nn.Linear(1, 1, bias=False)
     nn.init.constant_(linear.weight, weight)
     return TensorDictModule(linear, in_keys=["observation"], out_keys=["action"])
-
-
-class Wide(nn.Module):
-    """Answers the least and the greatest of many weights: they are equal in a whole version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(200_000))
-        self.register_buffer("steady", torch.zeros(1))
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Slow enough for an update to come in between.
-        least = self.weight.detach().sort().values[:1]
-        greatest = self.weight.detach().max().view(1)
-        return greatest.clone(), least.clone(), greatest.clone(), self.steady.clone()
-
-
-def make_wide_policy() -> TensorDictModule:
-    """Its least and greatest weight are in its data."""
-    out_keys = ["action", "least", "greatest", "steady"]
-    return TensorDictModule(Wide(), in_keys=["observation"], out_keys=out_keys)

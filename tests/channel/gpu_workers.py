@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import nn
-
-from fusedrl.channel import WeightChannel
 
 
 def weights_of(version, numbers, device):
@@ -56,31 +52,3 @@ def alias(pipe, handle):
         version = reader.load_into(module)
         pipe.send((version, module(x).mean().item(), torch.cuda.memory_allocated() - allocated))
     reader.close()
-
-
-def publish_and_wait(pipe):
-    """Publish two versions, then live until killed."""
-    channel = WeightChannel.create(weights_of(0, 1 << 20, "cuda"))
-    for version in (1, 2):
-        channel.publish(weights_of(version, 1 << 20, "cuda"))
-    torch.cuda.current_stream().synchronize()
-    pipe.send((channel.handle, os.getpid()))
-    pipe.recv()
-
-
-def outlive(pipe, handle):
-    """What a reader sees of a publisher that was killed: nothing is promised, so it is told."""
-    reader = handle.open()
-    lease = reader.lease()
-    pipe.send(extremes(lease.weights).tolist())
-    pipe.recv()
-    for name, look in {
-        "held lease": lambda: extremes(lease.weights).tolist(),
-        "new lease": lambda: extremes(reader.lease().weights).tolist(),
-        "open again": lambda: handle.open().version,
-    }.items():
-        try:
-            told = str(look())
-        except Exception as error:  # whatever it is, it is the answer
-            told = f"{type(error).__name__}: {error}"
-        pipe.send((name, told))

@@ -9,16 +9,10 @@ from collections.abc import Callable
 
 import channel_workers as workers
 import pytest
-import torch
-from channel_workers import publish
+from channel_workers import model_of_zeros, publish
 from children import end_by_signals, held_by_another_thread, in_child
-from torch import nn
 
 from fusedrl.channel.following import Follower
-
-
-def model() -> nn.Module:
-    return nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
 
 
 def refused(call: Callable[[], object]) -> None:
@@ -28,9 +22,9 @@ def refused(call: Callable[[], object]) -> None:
 
 def test_a_child_goes_on_whatever_lock_another_thread_had(channel, reader):
     publish(channel)
-    policy = model()
+    policy = model_of_zeros()
     reader.load_into(policy)
-    follower = Follower(channel.handle.open(), model())
+    follower = Follower(channel.handle.open(), model_of_zeros())
     follower.load()
     locks = (
         reader._lock,

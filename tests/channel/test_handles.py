@@ -11,15 +11,13 @@ from pathlib import Path
 
 import channel_workers as workers
 import pytest
-import torch
 from channel_workers import publish
-from torch import nn
 
 
 def test_a_view_that_was_pickled_for_another_process_does_not_stay_what_readers_read(
     channel, reader
 ):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    model = workers.model_of_zeros()
     for version in range(1, 8):
         publish(channel)
         reader.load_into(model)
@@ -40,14 +38,18 @@ def test_handles_are_small_and_do_not_show_their_secret(channel):
     assert b"torch" not in text
 
 
-def test_handles_of_another_session_open_nothing(channel):
-    other = type(channel.handle)(channel.handle.pid, channel.handle.fd, "0" * 32)
-    with pytest.raises(RuntimeError, match="another session"):
-        other.open()
-    with Path(__file__).open() as file:
-        wrong = type(channel.handle)(os.getpid(), file.fileno(), channel.handle.session)
-        with pytest.raises(RuntimeError, match="is not shared memory"):
-            wrong.open()
+def test_handles_of_something_else_open_nothing(channel):
+    """Readers of memory that somebody may shrink would end by SIGBUS."""
+    handle, unsealed = channel.handle, os.memfd_create("other")
+    os.truncate(unsealed, 1 << 20)
+    with Path(__file__).open() as file, os.fdopen(unsealed):
+        for fd, session, message in (
+            (handle.fd, "0" * 32, "another session"),
+            (file.fileno(), handle.session, "is not shared memory"),
+            (unsealed, handle.session, "shared memory that is not sealed"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                type(handle)(os.getpid(), fd, session).open()
 
 
 def test_the_memory_is_this_users_alone_and_cannot_be_resized(channel):
@@ -78,14 +80,3 @@ def test_a_channel_of_another_version_of_the_package_is_refused(channel):
     with pytest.raises(RuntimeError, match="no channel of this version of fusedrl begins with"):
         channel.handle.open()
     assert channel.readers() == []
-
-
-def test_memory_that_somebody_may_shrink_is_not_opened(channel):
-    """Its readers would end by SIGBUS."""
-    fd = os.memfd_create("other")
-    os.truncate(fd, 1 << 20)
-    try:
-        with pytest.raises(RuntimeError, match="shared memory that is not sealed"):
-            type(channel.handle)(os.getpid(), fd, channel.handle.session).open()
-    finally:
-        os.close(fd)

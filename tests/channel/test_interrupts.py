@@ -54,9 +54,9 @@ class Uses:
 
     def __init__(self, channel: WeightChannel, reader: WeightReader) -> None:
         self.channel, self.reader = channel, reader
-        self.policy = nn.ParameterDict({name: torch.zeros(64) for name in "abcd"})
+        self.policy = workers.model_of_zeros(64)
         self.follower = Follower(reader, self.policy)
-        self.alone = nn.ParameterDict({name: torch.zeros(64) for name in "abcd"})
+        self.alone = workers.model_of_zeros(64)
 
     def publish(self) -> int:
         version = (self.channel.version or 0) + 1

@@ -5,25 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 
-import pytest
-import torch
-from channel_workers import publish
-from torch import nn
-
-from fusedrl.channel import WeightChannel
-
-
-def test_a_trainer_of_float32_publishes_to_readers_of_bfloat16():
-    trainer, policy = nn.Linear(3, 3), nn.Linear(3, 3).bfloat16()
-    with WeightChannel.create(trainer, dtype=torch.bfloat16) as channel:
-        channel.publish()
-        with channel.handle.open() as reader:
-            reader.load_into(policy)
-            assert torch.equal(policy.weight, trainer.weight.bfloat16())
+from channel_workers import model_of_zeros, publish
 
 
 def test_loading_by_alias_copies_nothing_and_holds_the_version(channel, reader):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    model = model_of_zeros()
     publish(channel)
     assert reader.applied is None
     assert reader.load_into(model) == reader.applied == 1
@@ -41,28 +27,8 @@ def test_loading_by_alias_copies_nothing_and_holds_the_version(channel, reader):
     assert channel.readers()[0].leased == ()
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.Sequential(model)])
-def test_loading_through_a_wrapper_holds_the_version_for_the_module_in_it(wrap):
-    model = nn.Linear(4, 4)
-    with (
-        WeightChannel.create(wrap(nn.Linear(4, 4))) as channel,
-        channel.handle.open() as reader,
-    ):
-        for loaded in (1, 2):
-            trained = wrap(nn.Linear(4, 4))
-            channel.publish(trained)
-            reader.load_into(wrap(model))
-            assert channel.readers()[0].leased == (loaded,)
-        kept = model.weight.clone()
-        for _ in range(5):
-            channel.publish(wrap(nn.Linear(4, 4)))
-        assert torch.equal(model.weight, kept)
-        del model
-        assert channel.readers()[0].leased == ()
-
-
 def test_threads_load_into_one_module(channel, reader):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    model = model_of_zeros()
     publish(channel)
     ended, failed = threading.Event(), []
 
@@ -88,7 +54,7 @@ def test_threads_load_into_one_module(channel, reader):
 
 
 def test_a_reader_that_is_dropped_stays_open_as_long_as_the_model_that_it_loaded(channel):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    model = model_of_zeros()
     publish(channel)
     channel.handle.open().load_into(model)
     gc.collect()
@@ -101,7 +67,7 @@ def test_a_reader_that_is_dropped_stays_open_as_long_as_the_model_that_it_loaded
 
 
 def test_models_keep_their_weights_when_their_reader_closes(channel):
-    model = nn.ParameterDict({name: torch.zeros(4096) for name in "abcd"})
+    model = model_of_zeros()
     publish(channel)
     with channel.handle.open() as reader:
         reader.load_into(model)

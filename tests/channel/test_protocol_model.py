@@ -69,10 +69,3 @@ def test_a_mutant_breaks_a_promise(name):
     fault, mutant = MUTANTS[name]
     found = explore(mutant)
     assert found.fault is not None and fault in found.fault, str(found)
-
-
-def test_a_trace_tells_what_moved_and_what_came_of_it():
-    lines = str(explore(Protocol(lease=RE_READ))).splitlines()
-    assert lines[0].endswith("mis-tagged: reader 0 leases 1 as 2")
-    assert "reader 0, thread 0: load the tag, slot 0" in lines[-1]
-    assert lines[-1].endswith("published 2 in slot 1   READY 1 [1|1]  READY 2 [2|2]  EMPTY 0 [0|0]")

@@ -42,13 +42,3 @@ def test_two_deaths_in_one_entry_are_both_told_of():
         told = [(r.pid, r.alive, r.leased) for r in channel.readers()]
         assert told == [(pid, False, ()) for pid in dead]
         assert channel.readers() == []
-
-
-def test_looking_at_the_readers_never_keeps_one_from_coming():
-    """The publisher locks no entry to see who died."""
-    with WeightChannel.create(workers.weights_of(0), max_readers=1) as channel:
-        publish(channel)
-        with workers.process(workers.open_all_the_time, channel.handle, 300) as (_, pipe):
-            while not pipe.poll():
-                channel.readers()
-            assert pipe.recv() == "done"

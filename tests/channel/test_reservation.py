@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -31,26 +29,4 @@ def test_what_the_kernel_refuses_is_said_with_the_size_that_was_wanted():
             WeightChannel.create(WEIGHTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert opened_files() == opened
-
-
-def test_a_handler_that_raises_ends_the_reservation():
-    """As Ctrl-C does; nothing stays open."""
-    opened = opened_files()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def create_until_interrupted() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.002)
-        while True:
-            WeightChannel.create(WEIGHTS).close()
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            create_until_interrupted()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    gc.collect()
     assert opened_files() == opened

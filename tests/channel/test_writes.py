@@ -61,13 +61,11 @@ def says(done: Done) -> bool:
     "code",
     [
         ALIAS + WRITE.format("policy[0].weight.zero_()"),
-        ALIAS + WRITE.format("policy[1].bias[1] = 1"),
-        ALIAS + WRITE.format("torch.nn.init.normal_(policy[1].weight)"),
         "lease = reader.lease()\n" + WRITE.format("lease.weights['1', 'weight'].add_(1)"),
         "Follower(reader, policy).load()\n" + WRITE.format("policy[1].weight.zero_()"),
         "faulthandler.enable()\n" + ALIAS + WRITE.format("policy[1].weight.zero_()"),
     ],
-    ids=["method", "item", "init", "lease", "follower", "enabled before"],
+    ids=["method", "lease", "follower", "enabled before"],
 )
 def test_the_line_that_writes_is_shown(code):
     done = run(code, "write()")

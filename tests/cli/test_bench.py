@@ -20,7 +20,6 @@ from fusedrl.benchmarks import (
     harness,
     peers,
 )
-
 from fusedrl.cli import bench, main
 
 pytestmark = pytest.mark.heavy

@@ -12,7 +12,6 @@ from counting_dialogs import Counting, seen
 from counting_dialogs import policy as numbers_policy
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import StepCounter, Transform
 
 from fusedrl import ChannelWeightSyncScheme
 from fusedrl.collectors.turns import call_by_length
@@ -105,37 +104,3 @@ def test_a_turn_has_one_version_of_weights(collect):
     assert all(len(set(turn)) == 1 for turn in turns)
     versions = [turn[0] for turn in turns]
     assert 2 in {later - earlier for earlier, later in itertools.pairwise(versions)}
-
-
-class FirstEnds(Transform):
-    """Dialog 0 ends at each turn, so that others have more messages."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        over = next_tensordict["done"].clone()
-        over[0] = True
-        return next_tensordict.set("done", over).set("terminated", over.clone())
-
-
-class TestChats:
-    OPTIONS = {"dialog_turns_per_batch": 6, "total_dialog_turns": 12}  # noqa: RUF012
-
-    def check(self, batches: list[Any], tokenizer: Any) -> None:
-        """Each answer follows its own prompt."""
-        rows = [row for batch in batches for row in batch.reshape(-1).unbind(0)]
-        assert len(rows) >= 12
-        assert {len(row["history", "prompt"].content) for row in rows} >= {1, 2}
-        for row in rows:
-            full, prompt, response = (
-                row["history", part] for part in ("full", "prompt", "response")
-            )
-            assert full.content == prompt.content + response.content
-            text = tokenizer.decode(row["tokens", "full"])
-            assert all(message in text for message in prompt.content)
-
-    @pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
-    def test_dialogs_of_one_environment(
-        self, chat_env, generating_policy, tokenizer, collect, mode
-    ):
-        env = chat_env(StepCounter(2), FirstEnds())
-        options = {"policy": generating_policy, **self.OPTIONS, **mode}
-        self.check(list(collect(env, **options)), tokenizer)

@@ -28,22 +28,15 @@ def channel() -> Iterator[WeightChannel]:
 
 
 @pytest.fixture
-def collect(channel) -> Iterator[Callable[..., LLMCollector]]:
-    made = []
+def collect(channel, collect) -> Callable[..., LLMCollector]:
+    """A collector of a turn of two rows a batch that follows the channel."""
+    sizes = {"dialog_turns_per_batch": 2, "total_dialog_turns": -1}
+    follows = {"channel": channel.handle, "track_policy_version": True}
 
-    def collect(env: Any = None, **options: Any) -> LLMCollector:
-        given = {
-            "policy": policy_of(Says()),
-            "dialog_turns_per_batch": 2,
-            "channel": channel.handle,
-            "track_policy_version": True,
-        }
-        made.append(LLMCollector(Counting() if env is None else env, **(given | options)))
-        return made[-1]
+    def following(env: Any = None, **options: Any) -> LLMCollector:
+        return collect(env, **({"policy": policy_of(Says()), **sizes, **follows} | options))
 
-    yield collect
-    for collector in made:
-        collector.shutdown()
+    return following
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
@@ -171,28 +164,6 @@ def test_staleness_counts_from_what_is_published(channel, collect):
     collector.policy.register_forward_hook(publishing)
     kept = [of(batch) for batch in collector]
     assert kept == [[0, 0], [9, 9], [9, 9]] and collector.stale_turns == 2
-
-
-@pytest.mark.parametrize("mode", [{}, {"yield_completed_trajectories": True}], ids=str)
-def test_the_scheme_of_the_channel(mode):
-    """It switches versions inside the policy's call."""
-    trained = policy_of(Says(1))
-    collector = LLMCollector(
-        Counting(2, 3),
-        policy=trained,
-        dialog_turns_per_batch=2,
-        weight_sync_schemes={"policy": ChannelWeightSyncScheme()},
-        track_policy_version=True,
-        **mode,
-    )
-    batches = [of(collector.next())]
-    for version in (2, 3):
-        collector.update_policy_weights_(policy_of(Says(version)))
-        assert collector.policy_version == version
-        batches.append(of(collector.next()))
-    collector.shutdown()
-    assert [max(batch) for batch in batches] == [1, 2, 3]
-    assert mode or batches == [[1, 1], [2, 2], [3, 3]]
 
 
 @pytest.mark.heavy

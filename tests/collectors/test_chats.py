@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from tensordict import TensorDictBase
@@ -81,27 +81,15 @@ def test_transforms_find_the_policy_through_the_collector(scoring, chat_env, col
         check(batch, 4)
 
 
-class TestAsyncEnvPool:
-    OPTIONS: ClassVar[dict[str, Any]] = {
-        "yield_completed_trajectories": True,
-        "dialog_turns_per_batch": 2,
-    }
+def test_transforms_of_a_pool_find_the_policy_too(reference, chat_env, collect):
+    def scored() -> Any:
+        transform = RetrieveKL("from_collector", reference(), coeff=0.1)
+        return chat_env(StepCounter(2), transform, rows=1)
 
-    @pytest.fixture
-    def pool(self, chat_env) -> Callable[..., AsyncEnvPool]:
-        def pool(make: Callable[[], RetrieveKL]) -> AsyncEnvPool:
-            return AsyncEnvPool(
-                [lambda: chat_env(StepCounter(2), make(), rows=1)] * 2,
-                backend="threading",
-                stack="lazy",
-            )
-
-        return pool
-
-    def test_transforms_of_a_pool_find_the_policy_too(self, reference, pool, collect):
-        env = pool(lambda: RetrieveKL("from_collector", reference(), coeff=0.1))
-        batches = list(collect(env, track_policy_version=True, **self.OPTIONS))
-        assert len(batches) == 4
-        for batch in batches:
-            check(batch, 2)
-            assert batch["next", "policy_version"].tolist() == [0, 0]
+    options = {"yield_completed_trajectories": True, "dialog_turns_per_batch": 2}
+    pool = AsyncEnvPool([scored] * 2, backend="threading", stack="lazy")
+    batches = list(collect(pool, track_policy_version=True, **options))
+    assert len(batches) == 4
+    for batch in batches:
+        check(batch, 2)
+        assert batch["next", "policy_version"].tolist() == [0, 0]

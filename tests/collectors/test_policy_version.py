@@ -53,47 +53,6 @@ def test_a_version_of_another_type_is_refused(version_type, value):
     assert tracker.version == before and len(tracker.version_history) == 1
 
 
-def as_lists(value):
-    """An entry as plain lists of strings, whatever kind of list it is."""
-    return value if isinstance(value, str) else [as_lists(element) for element in value]
-
-
-def read_in_every_way(data):
-    """What a program may read of the entry: whole, iterated, indexed, cut and put together."""
-    found = [data["policy_version"], data.get("policy_version").tolist()]
-    found += [row["policy_version"] for row in data]
-    found += [data[0]["policy_version"], data[-1:]["policy_version"], data[:0].batch_size]
-    found += [data[torch.tensor([0])]["policy_version"], data.clone()["policy_version"]]
-    found += [f([data, data])["policy_version"] for f in (torch.cat, torch.stack, lazy_stack)]
-    found += [data.reshape(-1)["policy_version"], data.unsqueeze(0)["policy_version"]]
-    return [as_lists(value) if not isinstance(value, torch.Size) else value for value in found]
-
-
-MADE = {
-    "one": lambda: TensorDict(a=torch.zeros(1), batch_size=1),
-    "two": lambda: TensorDict(a=torch.zeros(2), batch_size=2),
-    "two dimensions": lambda: TensorDict(a=torch.zeros(2, 3), batch_size=(2, 3)),
-    "lazy": lambda: lazy_stack([TensorDict(a=torch.zeros(n)) for n in (2, 3)]),
-    "lazy, two dimensions": lambda: lazy_stack(
-        [TensorDict(a=torch.zeros(2, n), batch_size=2) for n in (2, 3)], 1
-    ),
-}
-
-
-@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_uuids_are_read_as_torchrls_are(make):
-    answers = []
-    for kind in (PolicyVersion, TorchrlPolicyVersion):
-        tracker = kind("uuid")
-        tracker.version = "the version"
-        data = make()
-        tracker._step(None, data)
-        answers.append(read_in_every_way(data))
-    ours, theirs = answers
-    assert ours == theirs
-    assert isinstance(ours[0], list)
-
-
 ENVIRONMENTS = {
     "no batch": lambda: Counting(None),
     "batch": lambda: Counting(3),

@@ -23,7 +23,7 @@ from ray_nodes import living_actors, nodes
 from shown import assert_prints, texts
 from tensordict import TensorDict
 from torchrl.collectors.llm import RayLLMCollector as TorchrlRayLLMCollector
-from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
+from torchrl.data import LazyStackStorage, RayReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl import RayLLMCollector, RayRemoteWeightUpdater
@@ -236,13 +236,6 @@ class TestErrors:
         for _ in range(2):
             collector.shutdown()
         wait_for(lambda: not living_actors())
-
-    def test_of_what_cannot_be_sent(self, collect):
-        lock = threading.Lock()
-        with pytest.raises(TypeError, match="serialize"):
-            collect(policy=lambda turn: turn if lock else None)
-        with pytest.raises(TypeError, match="replay_buffer: expected a RayReplayBuffer"):
-            collect(replay_buffer=ReplayBuffer())
 
 
 def test_an_update_waits_for_the_end_of_the_batch_however_long_it_takes(monkeypatch):

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 from counting_dialogs import Counting, policy
-from tensordict import TensorDict, TensorDictBase
-from torchrl.envs import AsyncEnvPool
-
-from fusedrl.collectors.policy_version import stamp_tokens
+from tensordict import TensorDictBase
 
 KEY, TOKENS = "policy_version", "token_policy_version"
 PADDED = torch.tensor([[5, 4, -1], [6, -1, -1]])
@@ -52,17 +49,6 @@ def test_a_turn_has_the_oldest_version_of_its_tokens(collect, rows, mode):
     assert collector.policy_version == 0
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_a_nested_tensor(layout):
-    tokens = torch.nested.nested_tensor(RAGGED, layout=layout)
-    turn = TensorDict({KEY: torch.zeros(2).long(), TOKENS: tokens, "next": {}}, [2])
-    turn["next", KEY] = torch.zeros(2).long()
-    stamp_tokens(turn)
-    assert turn[KEY].tolist() == turn["next", KEY].tolist() == [4, 6]
-    assert [row.tolist() for row in turn["next", TOKENS].unbind()] == [[5, 4], [6]]
-
-
 @pytest.mark.parametrize(
     "rows",
     [torch.full((2, 3), -1), torch.zeros(2, 0, dtype=torch.int64), [torch.zeros(0).long()] * 2],
@@ -73,11 +59,3 @@ def test_answers_without_a_token_have_the_version_of_the_call(collect, rows):
     collector = collect(env, policy=Reports(rows), track_policy_version=True)
     collector.increment_version()
     assert collector.next()["next", KEY].tolist() == [[1, 1]] * 2
-
-
-def test_a_pool(collect):
-    pool = AsyncEnvPool([lambda: Counting(1)] * 2, stack="lazy")
-    collector = collect(pool, policy=Reports(RAGGED), track_policy_version=True)
-    turns = collector.next().reshape(-1)
-    for part in (turns, turns["next"]):
-        assert sorted(part[KEY].flatten().tolist()) == [4, 4, 6, 6]

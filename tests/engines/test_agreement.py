@@ -1,9 +1,6 @@
-"""What workers do alike or not at all, and why only the last of them raises."""
+"""What workers do alike or not at all."""
 
 from __future__ import annotations
-
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 from engine_ranks import agree, outlive
@@ -44,49 +41,3 @@ def test_one_worker_raises_what_was_raised():
 
     with pytest.raises(ValueError, match="no"):
         Ranks(1, 0, None).all_or_none(attempt)
-
-
-class Workers:
-    """The queues of vLLM's executor, with workers that answer at once.
-
-    Args:
-        raising: which of them raise at the call ``"fail"``.
-    """
-
-    def __init__(self, raising):
-        self.raising = raising
-        self.is_failed = False
-        self.futures_queue = deque()
-        self.rpc_broadcast_mq = SimpleNamespace(enqueue=self.answer)
-        self.answers = deque(), deque()
-        self.response_mqs = [SimpleNamespace(dequeue=self.reader_of(a)) for a in self.answers]
-
-    def reader_of(self, answers):
-        return lambda timeout: answers.popleft()
-
-    def answer(self, asked):
-        from vllm.v1.executor.multiproc_executor import WorkerProc
-
-        status = WorkerProc.ResponseStatus
-        for rank, answers in enumerate(self.answers):
-            failed = asked[0] == "fail" and rank in self.raising
-            answers.append((status.FAILURE if failed else status.SUCCESS, asked[0]))
-
-    def call(self, method):
-        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-        return MultiprocExecutor.collective_rpc(self, method)
-
-
-@pytest.mark.parametrize(
-    ("raising", "late"),
-    [((0,), True), ((0, 1), True), ((1,), False)],
-    ids=["first", "both", "last"],
-)
-def test_vllm_stays_in_step_with_its_workers_if_none_but_the_last_raises(raising, late):
-    workers = Workers(raising)
-    with pytest.raises(RuntimeError, match="fail"):
-        workers.call("fail")
-    workers.rpc_broadcast_mq.enqueue(("next",))
-    answers = [answers.popleft()[1] for answers in workers.answers]
-    assert answers == ["next", "fail" if late else "next"]

@@ -113,22 +113,6 @@ def test_a_cancelled_wait_for_a_pause_changes_nothing(engine, model, run):
     run(test)
 
 
-def test_a_failure_in_the_middle_lets_requests_go_on(engine, model, faults, run):
-    async def test(weights):
-        await weights.update_async()
-        running = asyncio.create_task(answer_of(engine, "runs", 200))
-        await asyncio.sleep(0.1)
-        train(model)
-        with faults.failing():
-            assert await weights.update_async() == 102
-            faults.wait(0)
-        _, versions = await running
-        assert set(versions) <= {"101", "102"}
-        assert await answer_of(engine, "goes on") == (expected(model), ["102"])
-
-    run(test)
-
-
 def test_one_that_fails_twice_lets_them_wait_for_the_next_update(engine, model, faults, run):
     async def test(weights):
         with (
@@ -147,23 +131,5 @@ def test_one_that_fails_twice_lets_them_wait_for_the_next_update(engine, model, 
         assert not request.done()
         await weights.update_async()
         assert await request == (expected(model), ["102"])
-
-    run(test)
-
-
-def test_caches_that_are_not_dropped_are_of_the_version_before(engine, model, run, monkeypatch):
-    async def test(weights):
-        await weights.update_async()
-        tokens = expected(model)
-        train(model)
-
-        async def fail():
-            raise RuntimeError("no answer")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "reset_encoder_cache", fail)
-            with pytest.raises(RuntimeError, match="no answer"):
-                await weights.update_async()
-        assert await answer_of(engine, "goes on") == (tokens, ["101"])
 
     run(test)

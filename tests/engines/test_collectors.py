@@ -163,14 +163,6 @@ def test_padded_versions(channel, collect, engine):
     assert out[TOKENS].tolist() == torch.where(ends, 0, -1).tolist()
 
 
-def test_several_samples(channel, collect, engine):
-    sampled = {"temperature": 1.0}
-    policy = wrapped(engine, input_mode="tokens", num_samples=3, generate_kwargs=sampled)
-    collect(policy=policy)
-    out = policy(prompts(4, 9))
-    assert out.shape == (2, 3) and out[TOKENS].tolist() == [[[0] * 6] * 3] * 2
-
-
 def test_the_scheme_with_the_trainers_model(weights, collect):
     trained, scheme = weights[1], ChannelWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", model=trained)

@@ -1,4 +1,4 @@
-"""What ends an engine: weights that never come, in vLLM's own backends; here, to use half of them.
+"""What ends an engine: half of the weights of a version, or a process that is killed.
 
 Each test has an engine of its own, as it does not outlive it.
 """
@@ -16,25 +16,6 @@ from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 
 pytestmark = pytest.mark.slow
-
-
-def test_weights_that_never_come_end_an_engine_with_a_backend_of_vllm(folder, model):
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    with offline(folder, backend="ipc") as llm:
-        assert list(completion(llm).token_ids) == expected(model)
-        with (
-            WeightChannel.create(model) as channel,
-            pytest.raises(
-                ValueError, match="expected one with backend='fusedrl', got backend='ipc'"
-            ),
-        ):
-            EngineWeights(channel, llm)
-        llm.start_weight_update()
-        with pytest.raises(Exception, match="Invalid update_info"):
-            llm.update_weights({"update_info": {"weights": "of a trainer that has ended"}})
-        with pytest.raises(EngineDeadError):
-            completion(llm)
 
 
 def test_they_leave_an_engine_with_this_backend_as_it_was(folder, model, tmp_path, monkeypatch):

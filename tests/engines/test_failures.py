@@ -4,14 +4,12 @@ import os
 import signal
 import threading
 import time
-from itertools import pairwise
 
 import pytest
-from engine_log_probs import answer_to, vary, worst_difference
 from engine_publishers import publisher
-from tiny_engines import completion, expected, has_spans, offline, spans_of, tiny_model, train
+from tiny_engines import completion, expected, offline, spans_of, train
 
-from fusedrl import WeightChannel, WeightHandle
+from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.engines import engine_of
 from fusedrl.vllm.updates import Updates
@@ -80,27 +78,6 @@ class TestATrainerInAnotherProcess:
             version, tokens = trainer.publish()
             updates_of(trainer.handle, llm).load(version)
             assert answer_of(llm) == (tokens, "2")
-
-    @pytest.mark.parametrize(
-        ("handle", "said"),
-        [
-            (WeightHandle(2**22 + 1, 3, "0" * 32), "4194305"),
-            (WeightHandle(os.getpid(), 0, "0" * 32), "new handle"),
-        ],
-        ids=["no process", "no channel"],
-    )
-    def test_a_handle_of_nothing(self, llm, model, handle, said):
-        with pytest.raises(Exception, match=said):
-            updates_of(handle, llm).load(1)
-        assert answer_of(llm) == (expected(model), "100")
-
-    def test_another_layout(self, llm, model, tmp_path):
-        other = tiny_model(tmp_path, num_hidden_layers=3)
-        with WeightChannel.create(other) as channel:
-            channel.publish()
-            with pytest.raises(Exception, match=r"model\.layers\.2"):
-                updates_of(channel.handle, llm).load(1)
-        assert answer_of(llm) == (expected(model), "100")
 
 
 class TestInTheMiddle:
@@ -178,38 +155,3 @@ class TestInTheMiddle:
         assert weights.version == 2
         assert answer_of(llm) == (expected(model), "2")
         assert self.repaired(llm, model, weights)
-
-    def test_a_channel_that_is_closed(self, llm, model, weights, faults):
-        train(model)
-        closing = threading.Thread(
-            target=lambda: (faults.wait(), weights.channel.close(), faults.lift())
-        )
-        with faults.stopping():
-            closing.start()
-            assert weights.update() == 2
-            closing.join()
-        assert answer_of(llm) == (expected(model), "2")
-
-
-@pytest.mark.skipif(not has_spans(), reason="this vLLM does not say which tokens were made before")
-def test_requests_that_run_go_on_with_the_new_weights(llm, tmp_path):
-    from vllm import SamplingParams
-
-    model = tiny_model(tmp_path)
-    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    settings = SamplingParams(max_tokens=200, temperature=1.0, logprobs=0, ignore_eos=True)
-    prompts = {str(number): [5, 6, 7 + number] for number in range(4)}
-    states, outputs = {}, {}
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
-        states[weights.update(version=1000)] = start
-        for name, prompt in prompts.items():
-            llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, settings)
-        while llm.llm_engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in llm.llm_engine.step()}
-            state = vary(model, start)
-            states[weights.update()] = state
-    answers = [answer_to(prompt, outputs[name].outputs[0]) for name, prompt in prompts.items()]
-    for answer in answers:
-        assert len(answer.spans) > 1
-        assert all(end == start for (_, _, end), (_, start, _) in pairwise(answer.spans))
-    assert worst_difference(model, states, answers) < 1e-4

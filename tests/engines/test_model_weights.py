@@ -1,6 +1,5 @@
 """Versions into models of vLLM of many architectures, without an engine around them."""
 
-import random
 import socket
 
 import pytest
@@ -181,31 +180,6 @@ def test_weights_that_no_checkpoint_has_are_named_and_other_faults_are_raised(
     monkeypatch.setattr(transformers, "in_checkpoint", fault)
     with pytest.raises(MemoryError, match="no room"):
         update(engine, config, weights)
-
-
-def any_experts(rng):
-    """Experts of any kind and size."""
-    heads = rng.choice([1, 2, 4])
-    sizes = {
-        "hidden_size": 32 * rng.randrange(1, 5),
-        "num_hidden_layers": rng.randrange(1, 4),
-        "num_attention_heads": heads,
-        "num_key_value_heads": rng.choice([n for n in (1, 2, 4) if n <= heads]),
-        "head_dim": 32,
-    }
-    number, width = rng.randrange(2, 7), 16 * rng.randrange(1, 7)
-    if (kind := rng.choice(["mixtral", "qwen3_moe"])) == "mixtral":
-        return kind, {**sizes, "num_local_experts": number, "intermediate_size": width}
-    return kind, {**sizes, "num_experts": number, "moe_intermediate_size": width}
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))]
-)
-def test_experts_of_any_size_load_again(seed, tmp_path):
-    rng = random.Random(seed)
-    kind, sizes = any_experts(rng)
-    check_experts(kind, tmp_path, rng.choice(["float32", "bfloat16"]), **sizes)
 
 
 def as_vllm_does(model, vllm_config, weights):

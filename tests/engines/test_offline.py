@@ -1,9 +1,6 @@
 """A ``vllm.LLM`` that a trainer feeds through a channel."""
 
-import threading
-
 import pytest
-import torch
 from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
 
 from fusedrl import WeightChannel
@@ -40,18 +37,6 @@ def test_an_engine_has_the_weights_of_each_update(llm, model):
     assert len(seen) > 15  # an engine that stands still would be seen
 
 
-def test_bfloat16_weights_in_the_channel_are_what_the_engine_has(llm, model):
-    train(model)
-    with (
-        WeightChannel.create(model, dtype=torch.bfloat16) as channel,
-        EngineWeights(channel, llm) as weights,
-    ):
-        weights.update()
-    rounded = {name: t.bfloat16().float() for name, t in model.state_dict().items()}
-    model.load_state_dict(rounded)
-    assert tokens_of(llm) == expected(model)
-
-
 def test_the_number_is_that_of_a_version_published_in_between(llm, model, monkeypatch):
     with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
         publish = channel.publish
@@ -78,20 +63,6 @@ def test_an_engine_loads_what_is_published_already(llm, model):
         assert weights.load() == weights.version == channel.version == 7
         assert versions_of(llm) == [("7", 0, 12)]
         assert tokens_of(llm) == expected(model)
-
-
-def test_updates_of_two_threads_come_one_after_the_other(llm, model):
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
-        given = []
-        threads = [
-            threading.Thread(target=lambda: given.append(weights.update())) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(given) == [1, 2, 3, 4]
-        assert weights.version == 4
 
 
 def test_two_trainers_of_one_engine_do_not_get_each_other_s_weights(llm, model, tmp_path):
@@ -139,13 +110,6 @@ class TestRefused:
             with pytest.raises(Exception, match=said):
                 weights.update()
             assert weights.version is None
-
-    def test_a_channel_that_is_closed(self, llm, model):
-        with WeightChannel.create(model) as channel:
-            weights = EngineWeights(channel, llm)
-            channel.publish()
-        with pytest.raises(Exception, match="with its channel open"):
-            weights._updates.load(1)
 
     def test_a_version_that_never_comes(self, llm, model):
         with WeightChannel.create(model) as channel:

@@ -8,10 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine_log_probs import vary, worst_difference
 from engine_publishers import updater
 from engine_servers import (
-    answer_of,
     completed,
     engine_processes,
     free_port,
@@ -60,29 +58,6 @@ class TestRunning:
                 # The other routes do not say which weights made the tokens.
                 assert not any("version" in field for field in answer)
 
-    def test_requests_that_run_go_on(self, address, model):
-        prompts = [[5, 6, 7 + number] for number in range(6)]
-        start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        states, answers = {}, []
-        with (
-            WeightChannel.create(model) as channel,
-            EngineWeights(channel, address) as weights,
-            ThreadPoolExecutor(len(prompts)) as threads,
-        ):
-            states[weights.update(version=1000)] = start
-            # On a busy machine all requests may end before the first update.
-            while not any(len(answer.spans) > 1 for answer in answers):
-                running = [threads.submit(generated, address, p, 200, 1.0) for p in prompts]
-                while not all(request.done() for request in running):
-                    state = vary(model, start)
-                    states[weights.update()] = state
-                answers += [
-                    answer_of(prompt, request.result())
-                    for prompt, request in zip(prompts, running, strict=True)
-                ]
-        assert worst_difference(model, states, answers) < 1e-4
-        model.load_state_dict(start)
-
     def test_a_pause_that_somebody_made_stays(self, address, model):
         train(model)
         with (
@@ -115,15 +90,6 @@ class TestRunning:
         with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
             weights.update(version=100)
             assert self.answer_of(address) == (expected(model), [("100", 0, 12)])
-
-    def test_a_load_that_fails_is_repeated(self, address, model, faults):
-        with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
-            weights.update(version=100)
-            train(model)
-            with faults.failing():
-                assert weights.update() == 101
-                faults.wait(0)
-            assert self.answer_of(address) == (expected(model), [("101", 0, 12)])
 
     def test_requests_wait_after_one_that_fails_twice(self, address, model, faults):
         with (

@@ -58,19 +58,14 @@ def test_spans_that_are_not_of_the_tokens(spans):
         token_versions(completion(3, *spans))
 
 
-def test_a_part_of_a_stream():
-    with pytest.raises(ValueError, match="expected one that is finished"):
-        token_versions(completion(3, finished=False))
-
-
-def test_a_vllm_without_spans():
+def test_answers_without_spans():
     old = SimpleNamespace(token_ids=[1, 2], finish_reason="length")
-    with pytest.raises(ValueError, match=r"weight_versions, which vLLM has from 0\.32 on"):
-        token_versions(old)
-
-
-def test_an_engine_that_reported_no_version():
     silent = completion(2)
     silent.weight_versions = None
-    with pytest.raises(ValueError, match="got tokens without a version"):
-        token_versions(silent)
+    for answer, message in (
+        (completion(3, finished=False), "expected one that is finished"),
+        (old, r"weight_versions, which vLLM has from 0\.32 on"),
+        (silent, "got tokens without a version"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            token_versions(answer)

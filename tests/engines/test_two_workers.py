@@ -86,17 +86,6 @@ def test_a_channel_that_one_worker_cannot_open(llm, model, weights):
     assert in_step(llm)
 
 
-def test_a_version_that_never_comes(llm, model, weights):
-    before = expected(model)
-    with WeightChannel.create(model) as channel:
-        never = EngineWeights(channel, llm, timeout=0.2)
-        channel.publish()
-        with pytest.raises(Exception, match=r"worker 0: TimeoutError.*worker 1: TimeoutError"):
-            never._updates.load(7)
-    assert answer_of(llm) == (before, "100")
-    assert in_step(llm)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_fails_in_the_middle(llm, model, weights, faults, rank):
     train(model)
@@ -115,10 +104,4 @@ def test_a_worker_that_fails_again(llm, model, weights, faults, rank):
     ):
         weights.update()
     assert llm.get_weight_version() == "unknown"
-    assert in_step(llm)
-
-
-def test_an_update_that_somebody_began_and_left(llm, weights):
-    llm.start_weight_update()
-    weights.update()
     assert in_step(llm)

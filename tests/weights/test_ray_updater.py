@@ -99,13 +99,6 @@ def test_workers_of_a_node_get_views_of_its_store(ray):
         ray.kill(actor)
 
 
-def test_a_ray_worker_is_updated_after_max_interval_skipped_updates():
-    updater = RayRemoteWeightUpdater(TensorDict(), [None, None], max_interval=2)
-    skipped = [updater._skip_update(0) for _ in range(4)]
-    assert skipped == [True, True, False, False]  # due until it is sent
-    assert updater._skip_update(1) is True
-
-
 def test_a_ray_updater_without_collectors_says_so():
     with pytest.raises(RuntimeError, match="remote_collectors: expected handles"):
         RayRemoteWeightUpdater(TensorDict()).update_weights()

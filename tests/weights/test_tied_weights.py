@@ -13,6 +13,7 @@ import torch
 from counting_dialogs import Numbers
 from models.tiny import model_of
 from one_thread import one_thread
+from sync_collecting import forked
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -32,7 +33,7 @@ from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-__all__ = ["one_thread"]
+__all__ = ["forked", "one_thread"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -88,30 +89,22 @@ def through_safetensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return safetensors.load(safetensors.save({name: state[name] for name in kept.values()}))
 
 
-def nested(module: nn.Module) -> dict[str, Any]:
-    return TensorDict(clones(module)).unflatten_keys(".").to_dict()
-
-
 FORMS: dict[str, Callable[[TensorDictModule], Any]] = {
     "module": lambda p: p,
     "from_module": TensorDict.from_module,
-    "data": lambda p: TensorDict.from_module(p).data,
     "clone": lambda p: TensorDict.from_module(p).data.clone(),
     "bfloat16": lambda p: TensorDict.from_module(p).data.to(torch.bfloat16),
-    "float64": lambda p: TensorDict.from_module(p).data.to(torch.float64),
     "dotted": lambda p: TensorDict.from_module(p).data.clone().flatten_keys("."),
     "state dict": lambda p: p.state_dict(),
     "dict of clones": clones,
-    "nested dict": nested,
+    "nested dict": lambda p: TensorDict(clones(p)).unflatten_keys(".").to_dict(),
     "torch.save": through_torch_save,
     "safetensors": through_safetensors,
     "model": lambda p: p.module.model,
     "model's state dict": lambda p: p.module.model.state_dict(),
-    "model's clones": lambda p: clones(p.module.model),
     "model's safetensors": lambda p: through_safetensors(p.module.model),
     "compiled": lambda p: clones(torch.compile(p.module.model)),
     "parallel": lambda p: nn.DataParallel(p.module.model).state_dict(),
-    "parallel's clones": lambda p: clones(nn.DataParallel(p.module.model)),
     "parallel module": lambda p: nn.DataParallel(p.module.model),
 }
 
@@ -208,18 +201,6 @@ def test_a_collector_in_this_process_takes_each_form(make, how, kind, tied):
         check_updates(collector, kind, tied)
     finally:
         collector.shutdown()
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """Workers are forked: they start in a tenth of the time."""
-    before = torch.multiprocessing.get_start_method(allow_none=True)
-    torch.multiprocessing.set_start_method("fork", force=True)
-    context = torch.multiprocessing.get_context("fork")
-    module = "fusedrl.collectors.process.async_collector"
-    monkeypatch.setattr(f"{module}.process_context", lambda: context)
-    yield
-    torch.multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.heavy

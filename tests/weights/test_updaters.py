@@ -9,12 +9,11 @@ import signal
 
 import pytest
 import torch
-from prepared import processes
 from tensordict import TensorDict
 from torch import nn
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.collectors.llm import LLMCollector
-from weights_workers import Ones, make_policy, make_wide_policy
+from weights_workers import Ones, make_policy
 
 from fusedrl import (
     MultiProcessedRemoteWeightUpdate,
@@ -51,18 +50,6 @@ def test_leaves_that_require_grad_are_written_in_place(source):
     assert policy.module.weight is leaf and leaf.data_ptr() == address
     assert leaf.requires_grad and leaf.grad_fn is None
     assert leaf.item() == 3.0
-
-
-@pytest.mark.parametrize("source", [lambda p: p, weights_of, lambda p: p.state_dict()])
-def test_getters_return_weights_in_any_form(source):
-    trained = make_policy(3.0)
-    for make in (
-        VanillaLocalWeightUpdater,
-        lambda getter, weights: MultiProcessedRemoteWeightUpdate(getter, {CPU: weights}),
-    ):
-        policy = make_policy()
-        make(lambda: source(trained), weights_of(policy)).update_weights()
-        assert policy.module.weight.item() == 3.0
 
 
 @pytest.mark.parametrize(
@@ -184,32 +171,3 @@ def test_processes_that_make_their_policies_start_with_the_weights_of_the_update
         collector.update_policy_weights_(make_policy(6.0))  # which waits for nobody
         os.kill(stopped.pid, signal.SIGCONT)
         assert actions(iterator) == [6, 6]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("how", ["policy", "policy_factory"])
-def test_every_policy_call_has_one_version_while_an_asynchronous_collector_is_iterated(
-    how, monkeypatch
-):
-    monkeypatch.setattr("torchrl.collectors._multi_base._get_mp_ctx", lambda: processes)
-    policy = make_wide_policy()
-    given = {"policy": policy} if how == "policy" else {"policy_factory": make_wide_policy}
-    own = weights_of(policy if how == "policy" else make_wide_policy())
-    updater = MultiProcessedRemoteWeightUpdate(None, {CPU: own}, timeout=30)
-    collector = MultiAsyncCollector(
-        [Ones, Ones], frames_per_batch=20, total_frames=-1, weight_updater=updater, **given
-    )
-    trained, seen, version = make_wide_policy(), set(), 0
-    try:
-        for batch, _ in zip(collector, range(6), strict=False):
-            assert torch.equal(batch["least"], batch["greatest"])
-            assert torch.all(batch["steady"] == 0)
-            assert batch["greatest"].max() <= version
-            seen |= set(batch["greatest"].flatten().tolist())
-            for _ in range(20):
-                version += 1
-                trained.module.weight.data.fill_(version)
-                collector.update_policy_weights_(trained)
-    finally:
-        collector.shutdown(timeout=5, raise_on_error=False)
-    assert len(seen) > 2

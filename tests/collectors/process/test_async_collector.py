@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from channel_collector import Says, of, policy_of
-from counting_dialogs import Counting
 from sync_workers import canary_policy, weights_of
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from weights_workers import Ones, Uneven
 
 from fusedrl import (
-    LLMCollector,
     MultiProcessedRemoteWeightUpdate,
     VanillaLocalWeightUpdater,
     WeightChannel,
@@ -100,24 +97,6 @@ def test_a_channel_of_others_brings_weights_to_torchrls_collector(make):
         collector.update_policy_weights_()
 
 
-def test_a_channel_of_others_brings_weights_to_dialogs(make):
-    with WeightChannel.create(policy_of(Says(0))) as channel:
-        collector = make(
-            Counting,
-            policy_of(Says(0)),
-            collector_class=LLMCollector,
-            channel=channel.handle,
-            track_policy_version=True,
-            total_frames=16,
-            prefetch=0,
-        )
-        versions = []
-        for batch in collector:
-            versions.append(of(batch))
-            channel.publish(policy_of(Says(len(versions))))
-        assert versions == [[n] * 4 for n in range(4)]
-
-
 def test_stale_batches_are_dropped_and_counted(make, caplog):
     collector = make(
         Ones,
@@ -156,19 +135,6 @@ def test_an_updaters_update_is_one_version(make, kind):
             updater(weights_of(n + 1.0))
         assert collector.policy_version == n + 1
     assert updater.collector is collector
-
-
-def test_batches_are_the_callers_own(make):
-    collector = make(total_frames=40, prefetch=3)
-    batches, copies = [], []
-    for batch in collector:
-        batch["reward_to_go"] = torch.zeros(4)
-        batches.append(batch)
-        copies.append(batch.clone())
-    collector.shutdown()
-    for batch, copied in zip(batches, copies, strict=True):
-        assert (batch == copied).all()
-        batch.zero_()
 
 
 def test_a_buffer_is_filled_by_iterating_or_from_a_thread(make):
@@ -235,14 +201,3 @@ def test_start_and_shutdown_say_what_they_need(make):
         collector.getattr_env("missing")
     assert "in getattr_env" in str(raised.value.__cause__)
     assert collector.next().shape == (4,)  # a refused call ends nothing
-
-
-def test_torchrls_profiler_runs_in_the_worker(make, tmp_path):
-    seen = []
-    collector = make(total_frames=16, post_collect_hook=seen.append)
-    trace = str(tmp_path / "trace {worker_idx}.json")
-    collector.enable_profile(save_path=trace, num_rollouts=2, warmup_rollouts=1)
-    assert len(list(collector)) == 4
-    assert "aten::" in (tmp_path / "trace 0.json").read_text()
-    collector.disable_profile()
-    assert collector.post_collect_hook == seen.append

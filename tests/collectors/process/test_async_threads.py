@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from async_workers import Deaf, Failing, Loading, Parent, Slow
+from async_workers import Failing, Loading, Parent, Slow
 from children import end_by_signals
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import CountingEnv
@@ -99,12 +99,9 @@ FAILURES: dict[str, Any] = {
 }
 CALLS: dict[str, Callable[[Any], Any]] = {
     "async_shutdown": lambda collector: collector.async_shutdown(),
-    "shutdown": lambda collector: collector.shutdown(),
-    "iterate": lambda collector: next(iter(collector)),
     "next": lambda collector: collector.next(),
     "start": lambda collector: collector.start(),
     "update": lambda collector: collector.update_policy_weights_(),
-    "call": lambda collector: collector.reset(),
 }
 
 
@@ -143,26 +140,6 @@ def test_shutdown_of_several_threads_and_again(make, tmp_path):
     at_once(*[collector.shutdown] * 3)
     assert collector.closed and not is_there(pid) and not collector.is_running()
     collector.shutdown()
-
-
-def test_shutdown_that_ctrl_c_breaks_off_can_be_called_again(make, tmp_path):
-    """As if it came while the worker, which does not end, is waited for."""
-    collector = make(partial(Deaf, str(tmp_path)))
-    pid = collector.procs[0].pid
-    collector._worker.ask(0, 1)
-    until((tmp_path / "steps").exists)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    process = collector._worker.process
-    process.join, join = interrupt, process.join
-    with pytest.raises(KeyboardInterrupt):
-        collector.shutdown()
-    process.join = join
-    assert is_there(pid)
-    collector.shutdown(timeout=0.1)
-    assert not is_there(pid)
 
 
 def test_a_worker_that_is_alive_is_called_so(make, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from async_workers import NoException, Odd, Unsendable, Unspeakable
+from async_workers import Odd, Unspeakable
 
 from fusedrl.collectors.process.messages import Failure
 
@@ -15,8 +15,6 @@ from fusedrl.collectors.process.messages import Failure
     [
         (LookupError("lost"), LookupError, "LookupError: lost"),
         (Odd("odd", 1), RuntimeError, "Odd: odd"),
-        (NoException("what happened"), RuntimeError, "NoException: what happened"),
-        (Unsendable("what happened"), RuntimeError, "Unsendable: what happened"),
         (Unspeakable("what happened"), Unspeakable, "Unspeakable"),
         (SystemExit(3), RuntimeError, "SystemExit: 3"),
     ],

@@ -122,21 +122,6 @@ def test_the_memory_of_many_free_segments_is_given_back(ends):
         assert ends.send(big)["x"].eq(1).all()
 
 
-@pytest.mark.parametrize("what", ["_new_segment", "_mapped"])
-def test_a_process_that_may_open_no_more_files_says_so_and_goes_on(ends, monkeypatch, what):
-    def fail(*_):
-        raise OSError(24, "Too many open files")
-
-    kept = ends.send(ragged())
-    with monkeypatch.context() as patch:
-        patch.setattr(shared_batches, what, fail)
-        with pytest.raises(RuntimeError, match="Too many open files; keep fewer batches"):
-            ends.send(ragged())
-    assert tokens(ends.send(ragged(first=9))) == tokens(ragged(first=9))
-    assert tokens(kept) == tokens(ragged())
-    assert len(ends.segments._segments) == 2
-
-
 def test_batches_that_are_kept_survive_both_ends(ends):
     batches = [ends.send(ragged(first=n)) for n in range(5)]
     ends.mappings.close()
@@ -230,11 +215,3 @@ def test_batches_outlive_a_worker_that_is_killed(worker):
     assert batches[0][1]["tokens"].tolist() == [7, 7]
     with pytest.raises(RuntimeError, match="expected the process that packed it to run"):
         worker.mappings.unpack(lost)
-
-
-def test_a_file_of_another_process_is_not_taken_for_a_segment(ends, tmp_path):
-    (tmp_path / "file").write_bytes(b"theirs")
-    shared = ends.segments.pack(ragged())._replace(path=str(tmp_path / "file"))
-    with pytest.raises(RuntimeError, match="expected the process that packed it"):
-        ends.mappings.unpack(shared)
-    assert (tmp_path / "file").read_bytes() == b"theirs"
