@@ -20,6 +20,7 @@ from fusedrl.benchmarks import (
     harness,
     peers,
 )
+
 from fusedrl.cli import bench, main
 
 pytestmark = pytest.mark.heavy

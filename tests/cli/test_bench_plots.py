@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib", reason='needs pip install "fusedrl[bench]"')
 
 from fusedrl.benchmarks import headlines, results
 from fusedrl.benchmarks.harness import Row
+
 from fusedrl.cli import main
 
 STORED = sorted(

@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
+from fusedrl.examples.grpo import train
 from shown import assert_prints, blocks, texts
 
 from fusedrl.cli import demo as command
 from fusedrl.cli import main
 from fusedrl.demo import dialogs, make_reference
 from fusedrl.demo.models import one_thread
-from fusedrl.examples.grpo import train
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/start/first-score.md"

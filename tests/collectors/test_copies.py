@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import time
 from functools import partial
 
 import pytest
 import torch
+import torchrl.collectors.llm
 from counting_dialogs import Counting, Numbers, policy
 from tensordict import lazy_stack
 from torchrl.data import Unbounded
 from torchrl.envs import AsyncEnvPool
+
+from fusedrl import LLMCollector
 
 IDS = ("collector", "traj_ids")
 POOLS = {
@@ -79,6 +83,40 @@ def test_a_batch_shares_no_memory_with_the_environment(collect):
     for action in made:
         action.fill_(-1)
     assert (batch["action"] >= 0).all()
+
+
+class Wide(Numbers):
+    """Its observations have eight more entries, of ``[16, 32]`` a row."""
+
+    def __init__(self, rows: int | None = 64, lazy: bool = False) -> None:
+        super().__init__(rows, 2, lazy)
+        shape = (*self.batch_size, 16, 32)
+        self.wide = {f"wide {n}": torch.rand(shape) for n in range(8)}
+        for key, value in self.wide.items():
+            self.observation_spec[key] = Unbounded(value.shape)
+
+    def _state(self, **more):
+        return super()._state(**more, **self.wide)
+
+
+LOOPS = {
+    "turns, dense": Wide,
+    "turns, lazy": partial(Wide, lazy=True),
+    "pool": lambda: AsyncEnvPool([partial(Wide, None)] * 8, **POOLS["threads, dense"]),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    "mode", [*MODES, {"yield_only_last_steps": True, "dialog_turns_per_batch": 32}], ids=str
+)
+def test_a_row_pickles_to_the_size_of_torchrls(loop, mode):
+    sizes = []
+    for kind in (LLMCollector, torchrl.collectors.llm.LLMCollector):
+        made = kind(LOOPS[loop](), policy=policy, **{"dialog_turns_per_batch": 64} | mode)
+        sizes.append(len(pickle.dumps(next(iter(made)).reshape(-1)[0])))
+        made.shutdown()
+    assert sizes[0] <= 1.2 * sizes[1]
 
 
 class Taking(Numbers):

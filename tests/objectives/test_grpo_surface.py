@@ -60,6 +60,8 @@ def test_what_we_add_is_set_by_arguments_and_what_nobody_knows_is_refused(name):
     assert {name: getattr(kind(None), name) for name in OWN} == OWN
     with pytest.raises(TypeError, match="share_prefix: expected a known argument"):
         kind(None, share_prefix=False)
+    with pytest.raises(TypeError, match="kwargs: expected a known argument"):
+        kind(None, kwargs=1)
 
 
 def test_state_dicts_are_interchangeable():

@@ -27,6 +27,7 @@ from fusedrl.models.split import (
     autocast_of,
     compiler_of,
     device_of,
+    foreign_in,
     modules_of,
     split,
     vocabulary_of,
@@ -127,7 +128,8 @@ def _look_at(
     config = getattr(model if parts is None else parts.base, "config", None)
     below = shared_below(config)
     autocast = autocast_of(device_of(model) if parts is None else parts.weight.device)
-    return parts, below, (_state(model), _copied(config), parts is None, autocast, sorted(kwargs))
+    head = parts and (parts.scale, parts.softcap)
+    return parts, below, (_state(model), _copied(config), head, autocast, sorted(kwargs))
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -138,7 +140,8 @@ def _state(model: nn.Module) -> list[Any]:
     do not matter.
     """
     modules = modules_of(model)
-    found: list[Any] = [ref(kind.forward) for kind in dict.fromkeys(map(type, modules))]
+    kinds = dict.fromkeys(map(type, modules))
+    found: list[Any] = [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
     for module in modules:
         own = vars(module).get("forward")
         known = (ref(type(module)), module.training, own and ref(own), *hooks_of(module))
@@ -158,10 +161,14 @@ def _copied(value: Any) -> Any:
 def _compared_parts(model: Any, parts: Parts, below: int | None, step: Step) -> Verdict:
     """A verdict that all ranks share."""
     verdict, why = Verdict(), ""
+    stranger = foreign_in(parts.decoder)
     for first in FIRST_IDS:
         why = "its decoder and head do not compute its own logits in a row of several sequences"
         try:
-            verdict = compare_parts(parts, below, first)
+            if stranger is None:
+                verdict = compare_parts(parts, below, first)
+            else:  # weights that are 0 at first would hide what it does
+                why = f"the forward of its {stranger} is not its library's"
         except Exception as error:  # which may not happen again
             verdict, why = Verdict(telling=False), f"trying it raised {error!r}"
         differs, _ = step.agree(tries=not verdict.agrees)

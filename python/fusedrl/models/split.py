@@ -38,6 +38,8 @@ TESTED = frozenset(
 )
 # Whose forwards are known, those of a listed type and those that wrap one, such as autocast.
 MAKERS = frozenset(("transformers", "torch", "accelerate", "peft", "trl"))
+# Beside them those whose layers inside of a decoder compute each token by itself, as theirs do.
+MAKERS_OF_LAYERS = MAKERS | {"liger_kernel", "bitsandbytes", "torchao", "kernels"}
 ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
 
 
@@ -294,15 +296,23 @@ def _scale(base: Any, config: Any) -> float | None:
     return getattr(base, "logit_scale", None) if divisor is None else 1 / divisor  # Cohere
 
 
-def _is_known(forward: Any) -> bool:
-    """Whether a forward and all that wraps it are defined by :data:`MAKERS`, not in a subclass."""
+def _is_known(forward: Any, makers: frozenset[str] = MAKERS) -> bool:
+    """Whether a forward and all that wraps it are defined by ``makers``, not in a subclass."""
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-        if home.partition(".")[0] not in MAKERS:
+        if home.partition(".")[0] not in makers:
             return False
         forward = getattr(forward, "__wrapped__", None)
     return True
+
+
+def foreign_in(decoder: nn.Module) -> str | None:
+    """The type of a module in a decoder whose forward no known maker has defined."""
+    for module in modules_of(decoder):
+        if not _is_known(module.forward, MAKERS_OF_LAYERS):
+            return type(module).__name__
+    return None
 
 
 def modules_of(model: nn.Module, without: Sequence[Any] = ()) -> list[nn.Module]:

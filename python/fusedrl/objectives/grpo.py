@@ -18,7 +18,11 @@ from fusedrl.objectives.scores import Scores, scores_of
 
 _not_compiled: Any = torch.compiler.disable  # its types hide methods
 
-_THEIRS = frozenset(inspect.signature(_GRPOLoss.__init__).parameters)
+_THEIRS = frozenset(
+    name
+    for name, parameter in inspect.signature(_GRPOLoss.__init__).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+)
 
 # The loss whose forward pass runs in this context, and the scores that it uses.
 _running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
