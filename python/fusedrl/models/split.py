@@ -38,7 +38,7 @@ TESTED = frozenset(
 )
 # Whose forwards are known, those of a listed type and those that wrap one, such as autocast.
 MAKERS = frozenset(("transformers", "torch", "accelerate", "peft", "trl"))
-# Beside them those whose layers inside of a decoder compute each token by itself, as theirs do.
+# Beside them those whose layers stand in the place of theirs inside of a decoder.
 MAKERS_OF_LAYERS = MAKERS | {"liger_kernel", "bitsandbytes", "torchao", "kernels"}
 ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
 

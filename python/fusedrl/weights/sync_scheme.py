@@ -45,9 +45,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     """torchrl's weight-sync backend ``"channel"``: updates through a :class:`WeightChannel`.
 
     ``collector.update_policy_weights_(weights)`` publishes one version. Each batch takes the newest
-    version when it begins and computes with all of it. With ``track_policy_version`` its frames are
-    tagged with that version. The numbers are the channel's: 1 stands for the weights that a
-    collector starts with.
+    version when it begins and computes with all of it (with ``trajs_per_batch``, each rollout that
+    it is made of). With ``track_policy_version`` its frames are tagged with that version. The
+    numbers are the channel's: 1 stands for the weights that a collector starts with.
 
     An update returns when the version is published and does not wait for workers: every batch that
     begins afterwards uses this version or a later one. :class:`fusedrl.LLMCollector` takes a

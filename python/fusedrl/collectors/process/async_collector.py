@@ -11,23 +11,26 @@ from multiprocessing.util import Finalize
 from operator import methodcaller
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, ProfileConfig
 
 from fusedrl.channel import WeightHandle
 from fusedrl.collectors.batch_stream import Rest
-from fusedrl.collectors.options import Policy, check_state, of_part
+from fusedrl.collectors.options import Policy, of_part
 from fusedrl.collectors.policy_version import mark_padding, tracker_of
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
-from fusedrl.collectors.process.worker import Job, make_collector
+from fusedrl.collectors.process.worker import (
+    Job,
+    check_state_of,
+    make_collector,
+    set_seed,
+    state_on_cpu,
+)
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerBatches, WorkerHandle
 from fusedrl.collectors.progress import progress_bar
-from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import (
     process_context,
     trajectory_format,
@@ -346,7 +349,7 @@ class AsyncCollector(_AsyncCollector):
         Returns:
             The last environment's seed.
         """
-        return self._call(_set_seed, seed, static_seed, anew=True)
+        return self._call(set_seed, seed, static_seed, anew=True)
 
     def reset(self, reset_idx: Any = None) -> None:
         """Start new trajectories; no later batch has frames from before.
@@ -360,7 +363,7 @@ class AsyncCollector(_AsyncCollector):
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The state of the worker (``"worker0"``) and the counts (``"frames"``, ``"iter"``)."""
-        worker = self._call(_state_dict)
+        worker = self._call(state_on_cpu)
         state = OrderedDict(worker0=worker, frames=self._frames, iter=self._iter)
         if "traj_pool" in worker:
             state["traj_pool"] = worker.pop("traj_pool")
@@ -383,7 +386,7 @@ class AsyncCollector(_AsyncCollector):
         strict = "policy" not in self._weights.schemes
         # Weights are published here, which refuses those that do not fit.
         own = {k: v for k, v in worker.items() if strict or k != "policy_state_dict"}
-        self._call(_check_state, own, strict)
+        self._call(check_state_of, own, strict)
         # Before the call, because the worker makes the next batch as soon as it has its state.
         version = self._weights.restore(worker, state_dict.get("policy_version"))
         self._call(methodcaller("load_state_dict", worker, strict=strict), anew=True)
@@ -485,25 +488,6 @@ class AsyncCollector(_AsyncCollector):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Shut down; an exception of the block is not hidden."""
         self.shutdown(raise_on_error=kind is None)
-
-
-# What runs in the worker, with its collector as the first argument.
-
-
-def _set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
-    last = collector.set_seed(seed, static_seed=static_seed)
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    collector.reset()
-    return last
-
-
-def _check_state(collector: Any, state: Any, strict: bool) -> None:
-    check_state(collector.state_dict(), state, strict)
-
-
-def _state_dict(collector: Any) -> Any:
-    return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
 aSyncDataCollector = AsyncCollector

@@ -24,14 +24,17 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import cloudpickle
+import numpy as np
 import torch
 import torchrl
 from torch import Tensor, nn
 
+from fusedrl.collectors.options import check_state
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.messages import Failure
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
+from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import frames_of
 from fusedrl.weights.follow import Attachment, follow_channel
 
@@ -290,3 +293,25 @@ class Worker:
         time.sleep(timeout)
         process_tree.send(signal.SIGKILL, process_tree.descendants(os.getpid()))
         os._exit(1)
+
+
+# What the trainer calls here, with the worker's collector as the first argument.
+
+
+def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
+    """Seed the environment, torch and numpy, and reset the environment; returns the last seed."""
+    last = collector.set_seed(seed, static_seed=static_seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    collector.reset()
+    return last
+
+
+def check_state_of(collector: Any, state: Any, strict: bool) -> None:
+    """Raise if a state does not fit the collector."""
+    check_state(collector.state_dict(), state, strict)
+
+
+def state_on_cpu(collector: Any) -> Any:
+    """The collector's state, with tensors that may be sent."""
+    return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
