@@ -232,7 +232,7 @@ def tests(*arguments: str) -> Callable[[Bench], Outcome]:
 
     def step(to: Bench) -> Outcome:
         pytest = (to.python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
-        ended = to.run(*pytest, "-m", "gpu", *arguments)
+        ended = to.run(*pytest, "--grids", "-m", "gpu", *arguments)
         found = re.findall(r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", ended.text, re.MULTILINE)
         counts = Counter(result for _, result in found)
         wrong = [name for name, result in found if result in {"FAILED", "ERROR"}]
