@@ -21,7 +21,7 @@ CUDA_TESTS := tests/ops tests/transforms tests/test_native.py tests/compat/test_
 	tests/compat/test_library.py --ignore=tests/ops/test_triton.py --ignore=tests/transforms/test_ray.py
 # the builds of torch for CUDA that `make test-cuda-build` tries, the oldest and the newest included
 CUDA_TORCHES ?= 2.10.0 2.11.0 2.13.0 2.14.1
-# of `make gpu`: 10, and afterwards 3; and its folder of results
+# of `make gpu`: 10, and afterwards 4; and its folder of results
 MINUTES ?= 10
 OUT ?= gpu-out
 # the Python there
@@ -87,7 +87,7 @@ help:
 	@echo "make wheel   build, repair and check a wheel, in wheelhouse/"
 	@echo "make release  what stands in the way of a release, else what one uploads; uploads nothing"
 	@echo "make gpu-wheels  what make gpu may lack where there is no network, in build/gpu-wheels"
-	@echo "make gpu     what needs a GPU, with the torch of PY=python3: MINUTES=10, afterwards MINUTES=3"
+	@echo "make gpu     what needs a GPU, with the torch of PY=python3: MINUTES=10, afterwards MINUTES=4"
 	@echo "make clean   remove what the other targets made"
 
 dev: .venv/dev-$(PACKAGE)
@@ -241,7 +241,7 @@ release:
 # pip would bring torch with them, so each that they need is named, too.
 GPU_WHEELS := 'tensordict>=0.14,<0.15' orjson pyvers cloudpickle 'importlib-metadata<10' zipp \
 	scikit-build-core pybind11 pathspec packaging rich markdown-it-py mdurl pygments \
-	pytest iniconfig pluggy pytest-timeout liger-kernel cut-cross-entropy 'torchrl>=0.14,<0.15'
+	pytest iniconfig pluggy pytest-timeout liger-kernel cut-cross-entropy 'torchrl>=0.14,<0.15' hoptorch 'trl<1.17' datasets dill multiprocess
 gpu-wheels:
 	rm -rf build/gpu-wheels
 	$(PY) -m pip download --disable-pip-version-check --no-deps --only-binary=:all: \

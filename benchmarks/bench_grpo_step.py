@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from itertools import chain, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +19,26 @@ from . import peers
 from .harness import Case, Run
 
 NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
-DEVICES = {"cpu"}
 
 OP = "GRPO step"
-DIALOGS, QUESTION, ANSWER = 8, 160, 64  # in tokens
-VOCAB, HIDDEN, LAYERS = 32000, 256, 4
+VOCAB = 32000
+
+
+class Size(NamedTuple):
+    """Of a step: dialogs of one question and an answer each, in tokens, and of the model."""
+
+    dialogs: int
+    question: int
+    answer: int
+    hidden: int
+    layers: int
+    dtype: torch.dtype
+
+
+SIZES = {
+    "cpu": Size(8, 160, 64, 256, 4, torch.float32),
+    "cuda": Size(32, 512, 128, 1024, 16, torch.bfloat16),
+}
 GOAL = 3.0  # times torchrl's speed, the whole step
 MEMORY = 740.0  # MiB, a third of what torchrl's step takes, ten times its logits
 SCORED = ("next", "log_probs", "full")
@@ -31,9 +46,12 @@ SCORED = ("next", "log_probs", "full")
 
 def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     """The whole step, then its parts."""
-    plain, patched = Step(False), Step(True)
-    dialogs = f"{DIALOGS} dialogs of one question"
-    setting = f"{dialogs}, {QUESTION} + {ANSWER} tokens, hidden {HIDDEN}, V {VOCAB}"
+    size = SIZES[device]
+    plain, patched = Step(False, device, size), Step(True, device, size)
+    dialogs = f"{size.dialogs} dialogs of one question"
+    tokens = f"{size.question} + {size.answer} tokens"
+    setting = f"{dialogs}, {tokens}, hidden {size.hidden}, V {VOCAB}"
+    has_goal = device == "cpu"
     for part in ("whole",) if quick else PARTS:
         batch = plain.score(plain.generate()) if part not in ("whole", "generation") else None
         yield Case(
@@ -41,46 +59,53 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
             setting=f"{part}: {setting}",
             make_input=(lambda batch=batch: batch) if batch is not None else (lambda: None),
             contenders={"torchrl": plain.part(part), "fusedrl (patched)": patched.part(part)},
-            goals={"torchrl": GOAL} if part == "whole" else {},
-            most_extra_mib=MEMORY if part == "whole" else None,
+            goals={"torchrl": GOAL} if part == "whole" and has_goal else {},
+            most_extra_mib=MEMORY if part == "whole" and has_goal else None,
             host_bound=True,
         )
 
 
-PARTS = ("whole", "generation", "KL transform", "loss", "loss + backward")  # and the optimizer
+PARTS = ("KL transform", "loss + backward", "whole", "loss", "generation")  # and the optimizer
 
 
 class Step:
     """The objects of the recipe, made of torchrl's names while they are patched, or are not."""
 
-    def __init__(self, patched: bool) -> None:
+    def __init__(self, patched: bool, device: str, size: Size) -> None:
         import fusedrl
+
+        self.size = size
 
         with fusedrl.patch_torchrl() if patched else nullcontext():
             from torchrl.collectors.llm import LLMCollector
             from torchrl.envs.llm.transforms import RetrieveKL
             from torchrl.objectives.llm import GRPOLoss
 
-            model = network(0)
+            on = {"device": device}
+            self.model = network(0, size).to(device)
             self.collector: Any = LLMCollector(
-                environment(),
-                policy=wrapper(model, generate=True, generate_kwargs=GENERATE),
-                dialog_turns_per_batch=DIALOGS,
+                environment(size),
+                policy=wrapper(self.model, generate=True, generate_kwargs=sampling(size), **on),
+                dialog_turns_per_batch=size.dialogs,
                 total_dialog_turns=-1,
             )
             self.batches = iter(self.collector)
-            reference = wrapper(network(1), log_probs_key="ref_log_probs")
-            self.kl = RetrieveKL(wrapper(model), reference, add_to_reward=False)
+            reference = wrapper(network(1, size).to(device), log_probs_key="ref_log_probs", **on)
+            self.kl = RetrieveKL(wrapper(self.model, **on), reference, add_to_reward=False)
             self.loss: Any = GRPOLoss(
-                wrapper(model), masking_strategy="rlhf", kl_to_ref_coeff=0.01, entropy_coeff=0.01
+                wrapper(self.model, **on),
+                masking_strategy="rlhf",
+                kl_to_ref_coeff=0.01,
+                entropy_coeff=0.01,
             )
         self.loss.set_keys(sample_log_prob=SCORED)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
 
     def generate(self) -> Any:
         """A batch of dialogs, with advantages."""
         batch = next(self.batches).reshape(-1)
-        batch["advantage"] = torch.linspace(-1, 1, DIALOGS).view(-1, 1, 1)
+        device = next(self.model.parameters()).device
+        batch["advantage"] = torch.linspace(-1, 1, len(batch), device=device).view(-1, 1, 1)
         return batch
 
     @torch.no_grad()
@@ -114,30 +139,32 @@ class Step:
         return parts[name]
 
 
-GENERATE = {
-    "max_new_tokens": ANSWER,
-    "min_new_tokens": ANSWER,
-    "do_sample": True,
-    "suppress_tokens": [0, 1, 2],  # none ends the answer, or is dropped from its text
-}
+def sampling(size: Size) -> dict[str, Any]:
+    """Of answers of one length."""
+    return {
+        "max_new_tokens": size.answer,
+        "min_new_tokens": size.answer,
+        "do_sample": True,
+        "suppress_tokens": [0, 1, 2],  # none ends the answer, or is dropped from its text
+    }
 
 
-def network(seed: int) -> Any:
+def network(seed: int, size: Size) -> Any:
     """A random Qwen2."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=3 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        hidden_size=size.hidden,
+        intermediate_size=3 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.hidden // 64,
+        num_key_value_heads=size.hidden // 64,
         pad_token_id=0,
         eos_token_id=2,
     )
-    return Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(config).eval().to(size.dtype)
 
 
 @cache
@@ -175,7 +202,7 @@ def wrapper(model: Any, **options: Any) -> Any:
     return TransformersWrapper(model, tokenizer=tokenizer(), **options)
 
 
-def environment() -> Any:
+def environment(size: Size) -> Any:
     """One question of so many tokens, which each dialog answers once."""
     from tensordict import NonTensorStack, TensorDict
     from torchrl.envs import StepCounter, TransformedEnv
@@ -183,12 +210,12 @@ def environment() -> Any:
     from torchrl.envs.llm.transforms import DataLoadingPrimer
 
     loader = torch.utils.data.DataLoader(
-        [{"query": string.ascii_letters[:10] * (QUESTION // 10)}] * DIALOGS,
-        batch_size=DIALOGS,
+        [{"query": string.ascii_letters[:10] * (size.question // 10)}] * size.dialogs,
+        batch_size=size.dialogs,
         collate_fn=lambda batch: TensorDict(
             query=NonTensorStack(*(x["query"] for x in batch)), batch_size=(len(batch),)
         ),
     )
-    env = TransformedEnv(ChatEnv(batch_size=(DIALOGS,), tokenizer=tokenizer()))
+    env = TransformedEnv(ChatEnv(batch_size=(size.dialogs,), tokenizer=tokenizer()))
     env.append_transform(DataLoadingPrimer(dataloader=loader))
     return env.append_transform(StepCounter(max_steps=1))

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from . import peers
-from .bench_grpo_step import ANSWER, DIALOGS, HIDDEN, QUESTION, VOCAB, network, tokenizer, wrapper
+from .bench_grpo_step import SIZES, VOCAB, network, tokenizer, wrapper
 from .harness import Case, Run
 
 NEEDS = {peers.TORCHRL, peers.TRANSFORMERS}
 DEVICES = {"cpu"}
 
 OP = "SFT and distillation"
+SIZE = SIZES["cpu"]
 
 
 def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
@@ -30,8 +31,8 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
     for title, (name, options) in list(losses.items())[: 1 if quick else None]:
         yield Case(
             op=OP,
-            setting=f"{title} + backward: {DIALOGS} conversations, {QUESTION} + {ANSWER} tokens, "
-            f"hidden {HIDDEN}, V {VOCAB}",
+            setting=f"{title} + backward: {SIZE.dialogs} conversations, {SIZE.question} + "
+            f"{SIZE.answer} tokens, hidden {SIZE.hidden}, V {VOCAB}",
             make_input=data.copy,
             contenders={
                 "torchrl": step("torchrl.objectives.llm", name, options),
@@ -44,7 +45,7 @@ def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
 
 def step(package: str, name: str, options: dict[str, Any]) -> Run:
     """The loss of a batch and its gradients, by the class of a package."""
-    model = network(0)
+    model = network(0, SIZE)
     loss = getattr(importlib.import_module(package), name)(
         wrapper(model), tokenizer=tokenizer(), **options
     )
@@ -72,16 +73,19 @@ def conversations() -> Any:
     chats = [
         [
             {"role": "user", "content": (letters[i:] + letters[:i]) * 4},
-            {"role": "assistant", "content": (letters[-i:] + letters[:-i] + letters)[:ANSWER]},
+            {
+                "role": "assistant",
+                "content": (letters[-i:] + letters[:-i] + letters)[: SIZE.answer],
+            },
         ]
-        for i in range(DIALOGS)
+        for i in range(SIZE.dialogs)
     ]
     for chat in chats:
-        chat[0]["content"] = chat[0]["content"][:QUESTION]
+        chat[0]["content"] = chat[0]["content"][: SIZE.question]
     with set_list_to_stack(True):
         history = ChatHistory(full=History.from_chats(chats))
         data = TensorDict(history=history, batch_size=len(chats)).to_lazystack(0)
-    transform = RetrieveLogProb(wrapper(network(1)), assistant_only=True)
+    transform = RetrieveLogProb(wrapper(network(1, SIZE)), assistant_only=True)
     rows = transform(data.copy()).get(("log_probs", "full"), as_list=True)
     column = torch.nested.as_nested_tensor(list(rows), layout=torch.strided)
     for key in ("ref_log_probs", "teacher_log_probs"):

@@ -1,6 +1,6 @@
 """What a machine with a GPU is needed for, on one that is there for fifteen minutes.
 
-``make gpu MINUTES=10``, then ``make gpu MINUTES=3``: a plan is a list of steps, the most valuable
+``make gpu MINUTES=10``, then ``make gpu MINUTES=4``: a plan is a list of steps, the most valuable
 first. A step is killed when its seconds are over, with all that it started, and what it left over
 goes to the last one. Its outcome is a line of ``gpu.jsonl``, on disk when the next begins. The
 package is built into build/gpu, by and for the interpreter that runs this, without network.
@@ -57,16 +57,6 @@ METRICS = (
 )
 # What the sanitizer says of a program that did not run to its end.
 CUT_SHORT = r"did not terminate successfully|application returned an error"
-# Numbers of csrc/common/tile_sizes.h, and the ops that they matter to. The rows of a tile of
-# `linear_policy_loss` are TileElements divided by the number of classes.
-VARIANTS = (
-    "MostRows=2048",
-    "TileElements=128",
-    "TileElements=256",
-    "GradientElements=1024",
-    "TermElements=64",
-)
-SWEPT = ("linear_policy_loss", "linear_token_log_probs")
 
 
 class Outcome(NamedTuple):
@@ -316,52 +306,12 @@ def sanitize(tool: str) -> Callable[[Bench], Outcome]:
     return step
 
 
-def sweep(to: Bench) -> Outcome:
-    """Build the linear ops with other sizes of tiles, all at once, and measure them."""
-    if shutil.which("nvcc") is None:
-        return Outcome("skipped", "nvcc is not on PATH")
-    builds = "".join(f"({_build_of(to, variant)}) & " for variant in VARIANTS)
-    built, wrong = to.run("sh", "-c", f"{builds} wait").outcome(), {}
-    if built.how != "passed":  # a shell that waits for all of them
-        return built
-    for variant in VARIANTS:
-        outcome = Outcome("failed", "no library")
-        library = to.built / variant / "made/_C_cuda.abi3.so"
-        if library.is_file():
-            options = ("--variant", variant, "--library", library)
-            outcome = to.run(*to.run_jobs("measure", *SWEPT, *options)).outcome()
-        if outcome.how != "passed":
-            wrong[variant] = outcome
-    how = min((outcome.how for outcome in wrong.values()), default="passed")  # failed first
-    return Outcome(how, "; ".join(f"{variant}: {x.why}" for variant, x in wrong.items()))
-
-
-def _build_of(to: Bench, variant: str) -> str:
-    """What compiles ``_C_cuda`` for the ops that are swept alone, from a copy of the sources."""
-    folder, (name, value) = to.built / variant, variant.split("=")
-    shutil.rmtree(folder, ignore_errors=True)
-    for part in ("cmake", "csrc"):
-        shutil.copytree(ROOT / part, folder / part)
-    shutil.copy(ROOT / "CMakeLists.txt", folder)
-    for source in folder.glob("csrc/*/cuda.cu"):
-        if source.parent.name not in SWEPT:
-            source.unlink()
-    sizes = folder / "csrc/common/tile_sizes.h"
-    number = rf"(k{name} = (?:int64_t\()?)\d+"
-    text, count = re.subn(number, rf"\g<1>{value}", sizes.read_text())
-    assert count == 1, f"{sizes} has no size {name}"
-    sizes.write_text(text)
-    defines = (
-        "CMAKE_BUILD_TYPE=Release",
-        f"FUSEDRL_TORCH_DIR={Path(torch.__file__).parent}",
-        f"Python_EXECUTABLE={sys.executable}",
-        *_defines(to),
-    )
-    made = str(folder / "made")
-    configure = ("cmake", "-S", str(folder), "-B", made, *(f"-D{define}" for define in defines))
-    found = f'-Dpybind11_DIR="$({shlex.quote(to.python)} -m pybind11 --cmakedir)"'
-    compile_it = ("cmake", "--build", made, "--target", "_C_cuda", "--parallel", "4")
-    return f"{shlex.join(configure)} {found} && {shlex.join(compile_it)}"
+def steps_of_users(to: Bench) -> Outcome:
+    """A step of GRPO as torchrl's recipe takes it, and its parts."""
+    options = ("--op", "grpo_step", "--device", to.device, "--seconds", 1, "--limit", 30)
+    return to.run(
+        to.python, "-m", "fusedrl", "bench", *options, "--out", to.out / "bench"
+    ).outcome()
 
 
 class Step(NamedTuple):
@@ -378,30 +328,28 @@ OF_OPS = (
     "tests/ops/test_cuda_linear_exact_kl.py",
     "tests/ops/test_cuda_exact_kl.py",
 )
+OF_USERS = ("tests/integrations/test_gpu.py", "tests/collectors/test_gpu.py")
 OTHER_TESTS = ("tests/models/test_cuda.py", "tests/engines/test_gpu.py", OF_OPS[0])
 PLANS = {  # by the minutes that they end in
     10: (
         Step("build", 60, build),
-        Step("fusedrl check", 30, check),
+        Step("fusedrl check", 20, check),
+        Step("steps of trainers", 90, tests(*OF_USERS)),
         Step("tests of ops", 50, tests(*OF_OPS, "-k", "not triton")),
-        Step("linear_policy_loss", 20, measure("torch", "linear_policy_loss")),
-        Step("linear_token_log_probs", 20, measure("torch", "linear_token_log_probs")),
-        Step("linear_exact_kl", 20, measure("torch", "linear_exact_kl")),
-        Step("token_log_probs", 20, measure("torch", "token_log_probs")),
-        Step("exact_kl", 20, measure("torch", "exact_kl")),
-        Step("peers", 70, measure("peers", *HEADLINES)),
-        Step("tests of the channel", 95, tests("tests/channel/test_cuda_gpu.py")),
-        Step("publish", 35, publish),
-        Step("ncu", 15, profile),
-        Step("graphs", 45, tests("tests/ops/test_cuda_capture.py")),
-        Step("other timings", 30, measure("nothing", *OTHERS)),
-        Step("other tests", 30, tests(*OTHER_TESTS, "-k", "triton or models or engines")),
+        *(Step(job, 20, measure("torch", job)) for job in HEADLINES),
+        Step("tests of the channel", 50, tests("tests/channel/test_cuda_gpu.py")),
+        Step("publish", 30, publish),
+        Step("graphs", 40, tests("tests/ops/test_cuda_capture.py")),
+        Step("other tests", 40, tests(*OTHER_TESTS, "-k", "triton or models or engines")),
+        Step("times of trainers", 70, steps_of_users),
     ),
-    3: (
-        Step("build", 65, build),  # where MINUTES=10 did not build
-        Step("memcheck", 40, sanitize("memcheck")),
-        Step("racecheck", 40, sanitize("racecheck")),
-        Step("sweep", 30, sweep),
+    4: (
+        Step("build", 60, build),  # where MINUTES=10 did not build
+        Step("peers", 70, measure("peers", *HEADLINES)),
+        Step("memcheck", 25, sanitize("memcheck")),
+        Step("racecheck", 30, sanitize("racecheck")),
+        Step("ncu", 15, profile),
+        Step("other timings", 30, measure("nothing", *OTHERS)),
     ),
 }
 

@@ -321,15 +321,6 @@ def _read(handle: Any, pipe: Any) -> None:
                 pipe.send(lease.version)
 
 
-def use(library: Path) -> None:
-    """Take another library of CUDA ops, and tell the model about its tiles."""
-    from fusedrl import native
-
-    find = native.find
-    native.find = lambda name: library if name == "_C_cuda" else find(name)
-    model.SIZES |= model.sizes_of(library.parents[1] / "csrc/common/tile_sizes.h")
-
-
 def main() -> int:
     """Run what ``gpu.py`` asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -339,12 +330,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="shapes that say nothing of speed")
     parser.add_argument("--beside", default="nothing", choices=("nothing", "torch", "peers"))
     parser.add_argument("--results", type=Path, default=Path("gpu.jsonl"))
-    parser.add_argument("--variant", help="sizes of tiles, as in gpu.py")
-    parser.add_argument("--library", type=Path, help="that has them, in a folder of its sources")
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.library is not None:
-        use(args.library)
     if args.mode == "publish":
         figures = publish(args.device, args.tiny)
         append(args.results, {"job": "publish", **figures})
@@ -366,7 +353,7 @@ def _measure_each(args: argparse.Namespace) -> int:
     said, status = [], 0
     for name in args.jobs:
         figures = measure(name, args.device, args.tiny, beside)
-        known = {"job": name, "beside": args.beside, "variant": args.variant, "tiny": args.tiny}
+        known = {"job": name, "beside": args.beside, "tiny": args.tiny}
         append(args.results, known | figures)
         for row in figures["rows"]:
             figure = row.get("failed") or f"{row['median_ms']:.3g} ms"

@@ -274,11 +274,13 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def measured(records: list[dict[str, Any]]) -> Cells:
-    """Cells of the tables: a row kernel's share of the bandwidth, and an op's time and factor."""
+    """Cells of the tables: a row kernel's share of the bandwidth, and an op's time and factor.
+
+    Of the newest run, and where several jobs run a kernel, of one at the shape of the predictions.
+    """
     cells = {}
-    for record in records:
-        if "rows" not in record or record["variant"] is not None or record["tiny"]:
-            continue
+    jobs = [record for record in records if "rows" in record and not record["tiny"]]
+    for record in sorted(jobs, key=lambda job: job["beside"] == "torch"):
         for name, figures in record["kernels"].items():
             if "share" in figures:
                 cells[name] = f"{100 * figures['share']:.0f} %"

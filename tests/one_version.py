@@ -50,10 +50,11 @@ def model_of(tokenizer: Any, version: int) -> Any:
     return model(tokenizer, version % MODELS)
 
 
-def generating(tokenizer: Any, made: Any) -> TransformersWrapper:
+def generating(tokenizer: Any, made: Any, device: Any = None) -> TransformersWrapper:
     return TransformersWrapper(
-        made,
+        made.to(device),
         tokenizer=tokenizer,
+        device=device,
         input_mode="history",
         generate=True,
         return_log_probs=True,
@@ -61,11 +62,12 @@ def generating(tokenizer: Any, made: Any) -> TransformersWrapper:
     )
 
 
-def scored_chats(tokenizer: Any, rows: int = ROWS) -> EnvBase:
+def scored_chats(tokenizer: Any, rows: int = ROWS, device: Any = None) -> EnvBase:
     """Dialogs of two turns, with the KL between the collector's policy and another model."""
     reference = TransformersWrapper(
-        model(tokenizer, 100),
+        model(tokenizer, 100).to(device),
         tokenizer=tokenizer,
+        device=device,
         input_mode="history",
         generate=False,
         return_log_probs=True,
@@ -79,10 +81,10 @@ def scored_chats(tokenizer: Any, rows: int = ROWS) -> EnvBase:
 
 
 @contextmanager
-def published(tokenizer: Any, publish: Any, first: int = 1) -> Iterator[None]:
+def published(tokenizer: Any, publish: Any, first: int = 1, device: Any = None) -> Iterator[None]:
     """Versions one after the other, from a thread: ``publish(module, version)``."""
     over = threading.Event()
-    models = [model_of(tokenizer, version) for version in range(MODELS)]
+    models = [model_of(tokenizer, version).to(device) for version in range(MODELS)]
     errors = []
 
     def run() -> None:
@@ -108,12 +110,13 @@ def published(tokenizer: Any, publish: Any, first: int = 1) -> Iterator[None]:
 class Recomputed:
     """Compares what turns say with what the weights of their version give."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, device: Any = None) -> None:
         self._scorers = []
         for version in range(MODELS):
             wrapper = TransformersWrapper(
-                model_of(tokenizer, version),
+                model_of(tokenizer, version).to(device),
                 tokenizer=tokenizer,
+                device=device,
                 input_mode="history",
                 generate=False,
                 return_log_probs=True,
@@ -131,7 +134,7 @@ class Recomputed:
             scored = self._scorers[version % MODELS](data.unsqueeze(0))
             expected = scored.get(("log_probs", "full"), as_list=True)[0]
             got = row.get(("next", "log_probs", "full"))
-            off = float((got.flatten() - expected.flatten()).abs().max())
+            off = float((got.flatten() - expected.to(got.device).flatten()).abs().max())
             self.turns += 1
             self.versions.add(version)
             if not off < 1e-4:
@@ -145,16 +148,17 @@ def check_versions(
     first: int = 2,
     turns: int = TURNS,
     by_batch: bool = False,
-) -> None:
+    device: Any = None,
+) -> list[Any]:
     """Collect while versions are published all the time, and recompute every turn.
 
     Args:
         by_batch: whether each batch has one version, where others have one for each turn.
     """
-    recomputed = Recomputed(tokenizer)
+    recomputed = Recomputed(tokenizer, device)
     batches = []
     try:
-        with published(tokenizer, publish, first):
+        with published(tokenizer, publish, first, device):
             for batch in collector:
                 batches.append(batch.copy())
                 if sum(batch.numel() for batch in batches) >= turns:
@@ -168,3 +172,4 @@ def check_versions(
     least = len(batches) // 2 if by_batch else 5
     assert recomputed.turns >= turns and len(recomputed.versions) > least
     assert recomputed.wrong == [], recomputed.wrong
+    return batches

@@ -104,7 +104,8 @@ def test_the_page_has_the_tables():
 
 def test_what_was_measured_stands_beside_its_prediction(tmp_path):
     def record(job, **figures):
-        return {"job": job, "variant": None, "tiny": False, "rows": [], "kernels": {}} | figures
+        known = {"job": job, "beside": "torch", "tiny": False, "rows": [], "kernels": {}}
+        return known | figures
 
     def row(contender, milliseconds):
         return {"contender": contender, "median_ms": milliseconds}
@@ -117,7 +118,7 @@ def test_what_was_measured_stands_beside_its_prediction(tmp_path):
             kernels={"policy_rows": {"ms": 2.0, "share": 0.874}, "unknown GPU": {"ms": 1.0}},
         ),
         record("linear_policy_loss", rows=[row("fusedrl", 60.0), row("Liger", 90.0)]),
-        record("linear_policy_loss", variant="TileElements=32", kernels={"add_tile": {"share": 1}}),
+        record("others", beside="nothing", kernels={"policy_rows": {"share": 0.1}}),
         record("linear_policy_loss", tiny=True, kernels={"add_tile": {"share": 1}}),
     ]
     results = tmp_path / "gpu.jsonl"
