@@ -45,7 +45,7 @@ SCORED = ("next", "log_probs", "full")
 
 
 def cases(device: str, quick: bool, usable: set[str]) -> Iterator[Case]:
-    """The whole step, then its parts."""
+    """The parts of a step, and the whole."""
     size = SIZES[device]
     plain, patched = Step(False, device, size), Step(True, device, size)
     dialogs = f"{size.dialogs} dialogs of one question"
