@@ -18,7 +18,7 @@ ENGINES ?= not gpu and not slow
 CUDA_TORCH ?= torch==2.14.1
 # what of it is about tensors on the CPU, and needs no other libraries than torchrl and transformers
 CUDA_TESTS := tests/ops tests/transforms tests/test_native.py tests/compat/test_names.py tests/compat/test_torch.py \
-	tests/compat/test_library.py --ignore=tests/ops/test_triton.py --ignore=tests/transforms/test_ray.py
+	--ignore=tests/ops/test_triton.py --ignore=tests/transforms/test_ray.py
 # the builds of torch for CUDA that `make test-cuda-build` tries, the oldest and the newest included
 CUDA_TORCHES ?= 2.10.0 2.11.0 2.13.0 2.14.1
 # of `make gpu`: 10, and afterwards 4; and its folder of results
@@ -163,7 +163,7 @@ EXTRA_torch := score,peft
 
 # One process: each engine takes all cores.
 test-vllm: .venv-vllm/installed-$(PACKAGE)
-	.venv-vllm/bin/python -m pytest -m "$(ENGINES)" tests/engines tests/compat/test_vllm.py --durations=10
+	.venv-vllm/bin/python -m pytest -m "$(ENGINES)" tests/engines tests/compat/test_names.py --durations=10
 
 # What most users have: PyPI's build of torch, which is for CUDA, whether or not there is a GPU.
 test-torch: .venv-torch/installed-$(PACKAGE)

@@ -14,8 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from fusedrl import compat
-from fusedrl.compat.library import Library
+from private_names import NEEDED as BY_LIBRARY
 
 ROOT = Path(__file__).parents[2] / "python" / "fusedrl"  # a wheel has the benchmarks too
 OF_TUPLES = {"_asdict", "_make", "_replace"}  # public, though they begin with an underscore
@@ -23,13 +22,8 @@ OF_PYTHON = {"_exit", "_getframe", "_run_exitfuncs"}
 ENDINGS = {"_factory", "_log_probs_full_key"}  # of names of arguments
 OF_TORCHRL = ("transforms", "objectives", "weights", "collectors")
 
-LIBRARIES = {part.name for part in pkgutil.iter_modules(compat.__path__)} - {"library"}
 NEEDED = {
-    place
-    for name in LIBRARIES
-    for value in vars(importlib.import_module(f"fusedrl.compat.{name}")).values()
-    if isinstance(value, Library)
-    for place in value.needed
+    name for owners in BY_LIBRARY.values() for names in owners.values() for name in names.split()
 }
 
 
@@ -62,7 +56,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
 def of_itself(node: ast.Attribute) -> bool:
     """Whether an object uses what a library's base class gave it, and ``compat`` looks up."""
     inherits = isinstance(node.value, ast.Name) and node.value.id == "self"
-    return inherits and any(place.endswith(f".{node.attr}") for place in NEEDED)
+    return inherits and node.attr in NEEDED
 
 
 def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -104,10 +98,10 @@ def classes() -> Iterator[type]:
 def test_every_private_method_that_a_library_calls_is_looked_up():
     missing = []
     for cls in classes():
-        theirs = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in LIBRARIES]
+        theirs = [base for base in cls.__mro__ if base.__module__.partition(".")[0] in BY_LIBRARY]
         written = (name for name, value in vars(cls).items() if inspect.isfunction(value))
         for name in filter(private, written):
             overrides = any(name in vars(base) for base in theirs)
-            if overrides and not any(place.endswith(f".{name}") for place in NEEDED):
+            if overrides and name not in NEEDED:
                 missing.append(f"{cls.__module__}.{cls.__qualname__}.{name}")
-    assert not missing, "add what these override to fusedrl/compat: " + ", ".join(missing)
+    assert not missing, "add what these override to tests/private_names.py: " + ", ".join(missing)

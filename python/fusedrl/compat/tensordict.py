@@ -22,9 +22,6 @@ from tensordict import (
     lazy_stack,
 )
 
-from fusedrl.compat.library import Library
-
-TENSORDICT = Library("tensordict", tried="0.14.3")
 logger = logging.getLogger("fusedrl")
 
 # Attributes of tensordicts and tensorclasses.
@@ -44,13 +41,11 @@ _OF_STACK = {LOCKED, ROWS, "stack_dim", "_batch_size", "hook_in", "hook_out"}
 _OF_TENSORCLASS = {ENTRIES, FIELDS}
 
 
-@TENSORDICT.needs("tensordict:NonTensorData._tensordict")
 def tensordict_of(tensorclass: Any) -> Any:
     """The tensordict that holds the fields of a tensorclass."""
     return tensorclass._tensordict
 
 
-@TENSORDICT.needs("tensordict:TensorDict._new_unsafe")
 def copy_of(value: Any) -> Any:
     """A copy with tensors of its own, as ``clone`` makes it, which takes ten times as long.
 
@@ -130,7 +125,6 @@ def _made_like(value: TensorDict | LazyStackedTensorDict) -> Any:
     return made
 
 
-@TENSORDICT.needs("tensordict:TensorDict._get_str")
 def get_entry(tensordict: Any, key: str) -> Any:
     """One entry, ``None`` if there is none; ``get`` first looks whether the key is a path."""
     return tensordict._get_str(key, None)

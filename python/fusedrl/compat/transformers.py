@@ -8,18 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrl.compat.library import Library
 
-TRANSFORMERS = Library("transformers", tried="5.23.0")
-
-
-@TRANSFORMERS.needs("transformers:PretrainedConfig._attn_implementation")
 def attention_of(config: Any) -> str | None:
     """The implementation of attention that a configuration names, if it does."""
     return getattr(config, "_attn_implementation", None)
 
 
-@TRANSFORMERS.needs("transformers.core_model_loading:revert_weight_conversion")
 def in_checkpoint(config: Any) -> Callable[[str, Tensor], list[tuple[str, Tensor]]]:
     """What a checkpoint has of a weight of the configuration's model, such as one for each expert.
 

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusedrl.compat.library import Library
-
-TRL = Library("trl", tried="1.16.0")
-
 # Around the loss, the head is told which loss it is for; around the log-probs, prefixes are shared.
 LOSS = "_compute_loss"
 LOG_PROBS = "_get_per_token_logps_and_entropies"
-TRL.names("trl.trainer.grpo_trainer:GRPOTrainer", (LOSS, LOG_PROBS), "patch_trl replaces it")
-TRL.names("trl.trainer.rloo_trainer:RLOOTrainer", (LOSS, LOG_PROBS), "patch_trl replaces it")
-TRL.names("trl.trainer.dpo_trainer:DPOTrainer", (LOSS,), "patch_trl replaces it")
 
 
-@TRL.needs("trl.trainer.grpo_trainer:GRPOTrainer._last_world_entropy")
 def entropy_bonus_applies(trainer: Any) -> bool:
     """Whether the mean entropy of tokens counts in the next loss of a GRPO trainer."""
     if trainer.use_adaptive_entropy:

@@ -15,32 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedrl.compat.library import Library
-
-VLLM = Library("vllm", tried="0.32.0")
-_CLIENT = "vllm.v1.engine.core_client"
-_LOADER = "vllm.model_executor.model_loader"
-_RELOAD = f"{_LOADER}.reload.layerwise"
-_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector"
-
 # All of a model's, by the names of its checkpoint; each call begins again.
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
-@VLLM.needs(f"{_CLIENT}:MPClient.resources")
 def runs_in_this_process(llm: Any) -> bool:
     """Whether a ``vllm.LLM`` computes in this process, so that a call of it always returns."""
-    return getattr(llm.llm_engine.engine_core, "resources", None) is None
+    from vllm.v1.engine.core_client import InprocClient
+
+    return isinstance(llm.llm_engine.engine_core, InprocClient)
 
 
-@VLLM.needs(f"{_CLIENT}:MPClient._finalizer", f"{_CLIENT}:BackgroundResources.engine_dead")
 def offline_engine_has_ended(llm: Any) -> bool:
     """Whether the process of a ``vllm.LLM``'s engine has ended, where its calls never return."""
     client = llm.llm_engine.engine_core
     return client.resources.engine_dead or not client._finalizer.alive
 
 
-@VLLM.needs("vllm.distributed.weight_transfer.factory:WeightTransferEngineFactory._registry")
 def register_backend(name: str, module: str, function: str) -> None:
     """Make a weight-transfer backend known, unless it is; ``ImportError`` before vLLM 0.31."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -49,7 +40,6 @@ def register_backend(name: str, module: str, function: str) -> None:
         WeightTransferEngineFactory.register_engine(name, module, function)
 
 
-@VLLM.needs("vllm.distributed.parallel_state:get_world_group")
 def workers_of_this_engine() -> tuple[int, int, Any]:
     """How many workers the engine of this process has, which one this is, and their CPU group."""
     from vllm.distributed.parallel_state import get_world_group
@@ -58,7 +48,6 @@ def workers_of_this_engine() -> tuple[int, int, Any]:
     return world.world_size, world.rank_in_group, world.cpu_group
 
 
-@VLLM.needs("vllm.config:CompilationConfig.static_forward_context")
 def key_value_caches(vllm_config: Any) -> Iterator[Tensor]:
     """The memory of keys and values of this worker's layers."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
@@ -68,10 +57,6 @@ def key_value_caches(vllm_config: Any) -> Iterator[Tensor]:
                 yield tensor
 
 
-@VLLM.needs(
-    f"{_CONNECTORS}.v1.base:KVConnectorBase_V1.reset_cache",
-    f"{_CONNECTORS}.v1.multi_connector:MultiConnector._get_connector_classes_and_configs",
-)
 def connectors_that_keep(vllm_config: Any) -> list[str]:
     """The KV connectors of an engine that have no way to drop what they have stored.
 
@@ -104,11 +89,6 @@ def configured(vllm_config: Any) -> Any:
     return set_current_vllm_config(vllm_config)
 
 
-@VLLM.needs(
-    f"{_LOADER}.utils:initialize_model",
-    "vllm.config:CompilationConfig.static_forward_context",
-    "vllm.config:CompilationConfig.static_all_moe_layers",
-)
 def model_without_memory(vllm_config: Any) -> Any:
     """A model of the same classes on the meta device, which is not registered with the engine."""
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -124,7 +104,6 @@ def model_without_memory(vllm_config: Any) -> Any:
         return initialize_model(config)
 
 
-@VLLM.needs("vllm.model_executor.layers.attention:is_deferred_attention_layer")
 def layers_that_load(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers that vLLM's loader treats: the first of those that it treats alike."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -139,10 +118,6 @@ def layers_that_load(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(first.values())
 
 
-@VLLM.needs(
-    f"{_LOADER}.reload:record_metadata_for_reloading",
-    f"{_LOADER}.reload.meta:materialize_meta_tensor",
-)
 @contextmanager
 def started_layer(
     model: Any, layer: Any, vllm_config: Any, weights: Weights, device: torch.device
@@ -180,12 +155,6 @@ def started_layer(
             layer.register_parameter(name, parameter)
 
 
-@VLLM.needs(
-    f"{_RELOAD}:initialize_layerwise_reload",
-    f"{_RELOAD}:finalize_layerwise_reload",
-    f"{_RELOAD}:get_layerwise_info",
-    f"{_RELOAD}:_place_kernel_tensors",
-)
 def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:
     """Load weights into a model that has some already.
 
