@@ -73,7 +73,7 @@ def test_every_name_of_the_object_is_replaced(toys, better):
         ("toys.box", "Thing"),
     }
     assert all(c.old is old and c.new is better and not c.added for c in report)
-    assert len(report) == 3 and report.active
+    assert len(report.changes) == 3 and report.active
     assert type(box.make()) is better
     assert toys.__all__ == ["Toy", "twice"] and old.__module__ == "toys.shelf"
     report.revert()
@@ -111,7 +111,7 @@ def test_a_second_patch_changes_nothing_and_says_so(toys, better):
     before = snapshot()
     wanted = [Replacement("toys.shelf", "Thing", better)]
     first, second = replace("toys", wanted), replace("toys", wanted)
-    assert second and len(second) == 0 and second.already == ("Thing",)
+    assert second.changes == () and second.already == ("Thing",)
     assert "ours before this patch: Thing" in str(second)
     second.revert()
     assert sys.modules["toys.shelf"].Thing is better
@@ -165,7 +165,7 @@ def test_a_missing_name_is_added_and_removed(toys, better):
         assert toys.Former is sys.modules["toys.shelf"].Former is better
         assert [c.added for c in report] == [True, True]
         assert "toys.Former added:" in str(report)
-        assert len(replace("toys", wanted)) == 0
+        assert replace("toys", wanted).changes == ()
     assert not hasattr(toys, "Former") and not hasattr(sys.modules["toys.shelf"], "Former")
 
 
@@ -244,7 +244,7 @@ def test_a_method_is_replaced_in_its_class_and_what_inherits_it(heirs):
     assert [(c.module, c.name, c.old) for c in report] == [("toys.shelf", "Thing.size", old)]
     assert pickle.loads(pickle.dumps(thing(3))).value == 3
     again = replace("toys", wanted)
-    assert len(again) == 0 and again.already == ("Thing.size",)
+    assert again.changes == () and again.already == ("Thing.size",)
     again.revert()
     assert thing.size is larger
     report.revert()

@@ -11,25 +11,18 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    MutableMapping,
-    Sequence,
-)
-from dataclasses import dataclass, field
-from types import ModuleType, TracebackType
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger("fusedrl")
 
 _lock = threading.RLock()
 _namespace: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
-
-# Module, name, and what holds it under that name.
-_Place = tuple[str, str, MutableMapping[str, Any]]
+_MISSING = object()
+_Owner = ModuleType | type  # a class has the methods that are replaced
+_Global = tuple[str, str, ModuleType]  # the name of a module, a name in it, and the module
 
 # (module, name) -> the original there, while it is replaced.
 _originals: dict[tuple[str, str], Any] = {}
@@ -52,7 +45,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Change:
-    """One global of one module in which ``new`` replaced ``old``, or was added."""
+    """One global of a module, or method of a class, where ``new`` replaced ``old`` or was added."""
 
     module: str
     name: str
@@ -82,17 +75,19 @@ class Report:
 
     def __init__(
         self,
-        patch: _Patch,
-        changes: Iterable[Change],
+        package: str,
+        written: Sequence[tuple[Change, _Owner]],
+        ours: Iterable[_Global],
         already: Iterable[str],
-        held: Iterable[tuple[str, str]],
+        held: Iterable[_Global],
     ) -> None:
-        self.package = patch.package
-        self.changes = tuple(changes)
+        self.package = package
+        self.changes = tuple(change for change, _ in written)
         self.already = tuple(already)
-        self.held = tuple(held)
+        self.held = tuple((module, name) for module, name, _ in held)
         self.active = True
-        self._patch = patch
+        self._written = written
+        self._before = {(module, name) for module, name, _ in ours}  # not ours to revert
 
     def revert(self) -> None:
         """Put back everything that this patch replaced; a second call does nothing.
@@ -101,34 +96,29 @@ class Report:
         that something else has changed since is left alone, and logged.
         """
         with _lock:
-            if self.active:
-                self._patch.undo()
-                self.active = False
+            if not self.active:
+                return
+            self.active = False
+            for change, owner in self._written:
+                _revert(change, owner)
+                _originals.pop((change.module, change.name), None)
+            replaced = [change for change in self.changes if not change.added]
+            for change in {id(change.new): change for change in replaced}.values():
+                for module, name, owner in _holders([change.new], self.package):
+                    if (module, name) not in self._before:
+                        setattr(owner, name, change.old)
 
     def __enter__(self) -> Report:
         """The report itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Revert, whether or not the block raised."""
         self.revert()
 
     def __iter__(self) -> Iterator[Change]:
         """The changes, in the order they were made."""
         return iter(self.changes)
-
-    def __len__(self) -> int:
-        """How many globals were changed."""
-        return len(self.changes)
-
-    def __bool__(self) -> bool:
-        """Always true: a patch that found nothing to change is still a patch."""
-        return True
 
     def __str__(self) -> str:
         """A line a change, then what was left alone."""
@@ -186,146 +176,97 @@ def replace(package: str, replacements: Iterable[Replacement]) -> Report:
         for module in (r.module, *r.add_to):
             importlib.import_module(module)
     with _lock:
-        patch = _Patch(package)
-        already: dict[tuple[str, str], Any] = {}
-        for r in wanted:
-            slot, current = (r.module, r.name), _home(r.module, r.name)
-            if r.name not in current:
-                if not r.add_to:
-                    raise ValueError(
-                        f"{r.module}: expected it to have {r.name}, got none; "
-                        f"this version of {package} cannot be patched with it"
-                    )
-                patch.added.append(r)
-            elif current[r.name] is r.new:
-                already[slot] = _originals.get(slot)
-            else:
-                patch.replaced[slot] = (current[r.name], r.new)
-        originals = [old for old, _ in patch.replaced.values()]
-        originals += [old for old in already.values() if old is not None]
-        held = _held_outside(package, originals)
-        names = [name for _, name in already]
-        return Report(patch, patch.apply(), names, held)
-
-
-class _Methods(MutableMapping[str, Any]):
-    """What a class defines itself, under names with the name of the class before them."""
-
-    def __init__(self, cls: type) -> None:
-        self._cls = cls
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._cls)[name.rpartition(".")[2]]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._cls, name.rpartition(".")[2], value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._cls, name.rpartition(".")[2])
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"{self._cls.__name__}.{name}" for name in vars(self._cls))
-
-    def __len__(self) -> int:
-        return len(vars(self._cls))
-
-
-def _home(module: str, name: str) -> MutableMapping[str, Any]:
-    """What holds ``name``: the module's dict, or that of a class of it."""
-    namespace = _namespace(sys.modules[module])
-    owner, dot, _ = name.partition(".")
-    if not dot:
-        return namespace
-    cls = namespace.get(owner)
-    return _Methods(cls) if isinstance(cls, type) else {}
-
-
-@dataclass
-class _Patch:
-    """The replacements of one call, and what is needed to undo them."""
-
-    package: str
-    replaced: dict[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
-    added: list[Replacement] = field(default_factory=list)
-    written: list[tuple[Change, MutableMapping[str, Any]]] = field(default_factory=list)
-    kept: set[tuple[str, str]] = field(default_factory=set)
-
-    def apply(self) -> list[Change]:
-        # What holds ours already was not our doing, and is not ours to revert.
-        new = [new for _, new in self.replaced.values()]
-        self.kept = {(module, name) for module, name, _ in _holders(self.package, new)}
-        for slot, (old, new) in self.replaced.items():
-            for module, name, namespace in self.places(slot, old):
-                self.write(Change(module, name, old, new), namespace)
-            _originals[slot] = old
-        for r in self.added:
-            for module in r.add_to:
-                namespace = _namespace(sys.modules[module])
-                if r.name not in namespace:
-                    self.write(Change(module, r.name, None, r.new, added=True), namespace)
-        return [change for change, _ in self.written]
-
-    def places(self, slot: tuple[str, str], old: Any) -> list[_Place]:
-        module, name = slot
-        if "." in name:
-            return [(module, name, _home(module, name))]
-        return _holders(self.package, [old])
-
-    def write(self, change: Change, namespace: MutableMapping[str, Any]) -> None:
-        namespace[change.name] = change.new
-        self.written.append((change, namespace))
-
-    def undo(self) -> None:
-        for change, namespace in self.written:
-            if namespace.get(change.name) is not change.new:
-                logger.warning(
-                    "%s.%s was changed under the patch and stays as it is",
-                    change.module,
-                    change.name,
+        found = [(r, _current(*_owner(r.module, r.name))) for r in wanted]
+        for r, current in found:
+            if current is _MISSING and not r.add_to:
+                raise ValueError(
+                    f"{r.module}: expected it to have {r.name}, got none; "
+                    f"this version of {package} cannot be patched with it"
                 )
-            elif change.added:
-                del namespace[change.name]
-            else:
-                namespace[change.name] = change.old
-        for slot, (old, new) in self.replaced.items():
-            for module, name, namespace in _holders(self.package, [new]):
-                if (module, name) not in self.kept:
-                    namespace[name] = old
-            _originals.pop(slot, None)
+        ours = _holders([r.new for r in wanted], package)
+        written: list[tuple[Change, _Owner]] = []
+        for r, current in found:
+            if current is r.new:
+                continue
+            if current is not _MISSING:
+                _originals[r.module, r.name] = current
+            for change, owner in _changes(r, current, package):
+                setattr(owner, _last(change.name), change.new)
+                written.append((change, owner))
+        already = [r.name for r, current in found if current is r.new]
+        originals = [
+            _originals[r.module, r.name] for r in wanted if (r.module, r.name) in _originals
+        ]
+        # The package's own modules have no original any more.
+        held = _holders(originals, None, but=(package, "fusedrl"))
+        return Report(package, written, ours, already, held)
 
 
-def _namespaces(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Loaded modules and their dicts, each once; objects that only pose as modules are left out.
-
-    A module of the package that has another name too goes by the package's.
-    """
-    seen: set[int] = set()
-    for name, module in sorted(sys.modules.items(), key=lambda item: not _within(item[0], package)):
-        if issubclass(type(module), ModuleType) and id(module) not in seen:
-            seen.add(id(module))
-            yield name, _namespace(module)
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
-def _holders(package: str, objects: Collection[Any]) -> list[_Place]:
-    """Globals of the package's modules that are one of the objects."""
-    ids = set(map(id, objects))
+def _owner(module: str, name: str) -> tuple[_Owner, str]:
+    """What holds ``name``, the module or a class of it, and the name there."""
+    loaded = sys.modules[module]
+    cls = _namespace(loaded).get(name.partition(".")[0])
+    return (cls, _last(name)) if "." in name and isinstance(cls, type) else (loaded, name)
+
+
+def _current(owner: _Owner, name: str) -> Any:
+    """What an owner itself holds under a name."""
+    own = vars(owner) if isinstance(owner, type) else _namespace(owner)
+    return own.get(name, _MISSING)
+
+
+def _changes(r: Replacement, current: Any, package: str) -> list[tuple[Change, _Owner]]:
+    """Where the new object goes, and in the place of what."""
+    if current is _MISSING:
+        homes = [(module, sys.modules[module]) for module in r.add_to]
+        return [
+            (Change(module, r.name, None, r.new, added=True), home)
+            for module, home in homes
+            if _current(home, r.name) is _MISSING
+        ]
+    if "." in r.name:
+        return [(Change(r.module, r.name, current, r.new), _owner(r.module, r.name)[0])]
     return [
-        (module, name, namespace)
-        for module, namespace in _namespaces(package)
-        if _within(module, package)
-        for name, value in list(namespace.items())
-        if id(value) in ids
+        (Change(module, name, current, r.new), home)
+        for module, name, home in _holders([current], package)
     ]
 
 
-def _held_outside(package: str, objects: Collection[Any]) -> list[tuple[str, str]]:
-    """Globals that are one of the objects, in modules that are neither the package's nor ours."""
+def _revert(change: Change, owner: _Owner) -> None:
+    name = _last(change.name)
+    if _current(owner, name) is not change.new:
+        logger.warning(
+            "%s.%s was changed under the patch and stays as it is", change.module, change.name
+        )
+    elif change.added:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, change.old)
+
+
+def _holders(
+    objects: Collection[Any], package: str | None, but: Sequence[str] = ()
+) -> list[_Global]:
+    """Globals that are one of the objects, in modules of a package or in all ``but`` of some.
+
+    A module with two names is counted once. Objects that only pose as modules are left out.
+    """
     ids = set(map(id, objects))
+    modules = {
+        id(module): (name, module)
+        for name, module in list(sys.modules.items())
+        if (package is None or _within(name, package))
+        and not any(_within(name, other) for other in but)
+        and issubclass(type(module), ModuleType)
+    }
     return [
-        (module, name)
-        for module, namespace in _namespaces(package)
-        if not _within(module, package) and not _within(module, "fusedrl")
-        for name, value in list(namespace.items())
+        (module, name, loaded)
+        for module, loaded in modules.values()
+        for name, value in list(_namespace(loaded).items())
         if id(value) in ids
     ]
 
