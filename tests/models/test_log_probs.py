@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusedrl.models import capabilities, causal_log_probs, log_probs
+from fusedrl.models.divergences import causal_divergences
 from fusedrl.models.split import TESTED
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
@@ -92,15 +93,24 @@ def test_nothing_behind_the_last_kept_token_is_computed():
     assert [ids.tolist() for ids in seen] == [[TOKENS[:5].tolist()]]
 
 
-def test_nothing_to_score_computes_nothing():
-    model = model_of("llama")
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_nothing_to_score_computes_one_token_and_has_a_gradient_of_zero(kind):
+    model = model_of(kind)
     nothing = torch.zeros(N, dtype=torch.bool)
-    assert not causal_log_probs(model, TOKENS, LENGTHS, nothing).log_probs.any()
+    causal_log_probs(model, TOKENS, LENGTHS)  # the comparison
+    seen = counted(model)
+    out = causal_log_probs(model, TOKENS, LENGTHS, nothing).log_probs
+    assert out.shape == (N,) and not out.any() and seen == [1]
+    out.sum().backward()
+    assert not any(x.grad.any() for x in model.parameters() if x.grad is not None)
     empty = causal_log_probs(model, TOKENS[:0], [], entropy=True)
     assert [len(values) for values in empty] == [0, 0]
-    hooked = model_of("llama")
-    hooked.register_forward_hook(lambda *_: pytest.fail("the model was called"))
-    assert not causal_log_probs(hooked, TOKENS, LENGTHS, nothing).log_probs.any()
+
+
+def test_divergences_of_nothing_are_zero():
+    nothing = torch.zeros(N, dtype=torch.bool)
+    out = causal_divergences(model_of("llama"), model_of("qwen2"), TOKENS, LENGTHS, nothing)
+    assert out.shape == (N,) and not out.any()
 
 
 @pytest.mark.parametrize("limit", [1, 12, 30, 1000])

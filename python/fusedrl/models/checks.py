@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -75,16 +74,10 @@ def check_all_classes(classes: int, embedded: int | None) -> None:
 
 
 def check_sequences(
-    tokens: Any, lengths: Any, mask: Any, max_tokens_per_forward: int | None
+    tokens: Tensor, lengths: Any, mask: Tensor | None, max_tokens_per_forward: int | None
 ) -> list[int]:
     """The lengths as a list, if they fit the tokens and the mask."""
-    for name, value in (("tokens", tokens), ("mask", mask)):
-        if not isinstance(value, Tensor) and not (name == "mask" and value is None):
-            raise TypeError(
-                f"{name}: expected a tensor, got {type(value).__name__}; convert it with "
-                "torch.tensor()"
-            )
-    lengths = _integers(lengths)
+    lengths = [index(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
     if tokens.dim() != 1 or not _is_integer(tokens) or sum(lengths) != len(tokens):
         raise ValueError(
             f"tokens: expected [{sum(lengths)}] integers, as many as the lengths sum to, got "
@@ -103,34 +96,6 @@ def _is_integer(tokens: Tensor) -> bool:
     return not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
 
 
-def _integers(lengths: Any) -> list[int]:
-    try:
-        values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    except TypeError:
-        values = lengths
-    if not isinstance(values, list):
-        raise TypeError(
-            f"lengths: expected an integer a sequence, got {type(lengths).__name__}; pass [N] for "
-            "a single one"
-        )
-    for i, value in enumerate(values):
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            values[i] = index(value)
-        except TypeError:
-            raise TypeError(
-                f"lengths: expected integers, got {value!r} for sequence {i}; pass the number of "
-                "tokens of each sequence"
-            ) from None
-        if values[i] < 0:
-            raise ValueError(
-                f"lengths: expected none below 0, got {value} for sequence {i}; pass the number of "
-                "tokens of each sequence"
-            )
-    return values
-
-
 def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:
     """Refuse negative ids and those from ``size`` on, of all tokens or of those at ``places``."""
     chosen = tokens if places is None else tokens[places]
@@ -145,28 +110,16 @@ def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = N
         )
 
 
-@contextmanager
-def context_checked(model: Any, lengths: Sequence[int]) -> Iterator[None]:
+def check_context(model: Any, lengths: Sequence[int]) -> None:
     """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
 
-    Only a table of positions is a bound. Without one the model runs, and may raise an error itself.
+    Only a table of positions is a bound, beyond which a GPU's error would end the process.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    context = context_of(config)
-    if context is None or max(lengths, default=0) <= context:
-        yield
-        return
-    i = max(range(len(lengths)), key=lengths.__getitem__)
-    refusal = ValueError(
-        f"tokens: sequence {i}: expected at most {context} tokens, the model's context, got "
-        f"{lengths[i]}; truncate or split it"
-    )
-    if positions_held(model, context):
-        raise refusal
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (IndexError, RuntimeError) as error:
-        raise refusal from error
+    context, longest = context_of(config), max(lengths, default=0)
+    if context is not None and longest > context and positions_held(model, context):
+        raise ValueError(
+            f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, the "
+            f"model's context, got {longest}; truncate or split it"
+        )

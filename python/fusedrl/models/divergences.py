@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.models.ranks import together
-from fusedrl.models.requests import at_kept_states, request_of
+from fusedrl.models.plan import at_kept_states, planned
 from fusedrl.models.split import Parts
 from fusedrl.ops import linear_exact_kl, linear_top_k_kl
 
@@ -95,17 +94,13 @@ def _scored(
     function: Callable[[Tensor, Parts, Tensor], Tensor],
 ) -> tuple[Tensor, Parts]:
     """What ``function`` makes of the states of kept tokens, ``[N, ...]``, and the model's parts."""
-    with together(model) as step:
-        request = request_of(model, *batch)
-        with request.opened(step) as plan:
-            parts = plan.capabilities.parts
-            if parts is None or parts.shard or (name == "teacher" and parts.gathered):
-                raise ValueError(
-                    f"{name}: expected a model whose decoder and head can be called by themselves, "
-                    f"got {type(request.model).__name__}; use the k3 estimate with it"
-                )
-            places = plan.places
-            (values,) = at_kept_states(
-                plan, parts, lambda hidden: (function(hidden, parts, places),)
+    with planned(model, *batch) as plan:
+        parts = plan.capabilities.parts
+        if parts is None or parts.shard or (name == "teacher" and parts.gathered):
+            raise ValueError(
+                f"{name}: expected a model whose decoder and head can be called by themselves, "
+                f"got {type(plan.model).__name__}; use the k3 estimate with it"
             )
-    return request.placed(values, places), parts
+        places = plan.places
+        (values,) = at_kept_states(plan, parts, lambda hidden: (function(hidden, parts, places),))
+    return plan.placed(values), parts

@@ -7,11 +7,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
-from fusedrl.models.ranks import together
-from fusedrl.models.requests import Plan, Request, at_kept_states, request_of
+from fusedrl.models.plan import Plan, at_kept_states, planned
 from fusedrl.models.split import Parts, device_of, vocabulary_of
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -62,8 +61,7 @@ def causal_log_probs(
         without ``entropy=True``. Both differentiate with respect to the model.
 
     Raises:
-        TypeError: the model is not a causal language model, tokens or mask are not tensors, or
-            lengths are not integers.
+        TypeError: the model is not a causal language model, or lengths are not integers.
         ValueError: lengths or mask do not fit the tokens, the model has no positions for so long a
             sequence, or an id is outside of its vocabulary.
 
@@ -77,27 +75,21 @@ def causal_log_probs(
         >>> causal_log_probs(model, torch.arange(7), [4, 3]).log_probs.shape
         torch.Size([7])
     """
-    with together(model) as step:
-        options: Any = (max_tokens_per_forward, share_prefixes, model_kwargs)
-        request = request_of(model, tokens, lengths, mask, *options)
-        if step.alone and not request.keeps_some:
-            return _nothing(request.model, len(tokens), entropy)
-        options = {"temperature": temperature, "entropy": entropy}
-        with request.opened(step) as plan:
-            parts = plan.capabilities.parts
-            if parts is None:
-                scored = _from_logits(request, plan, options)
-            else:
-                scored = _from_states(request, plan, parts, options)
-    columns = [request.placed(values, plan.places) for values in scored]
+    sequences: Any = (tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs)
+    options = {"temperature": temperature, "entropy": entropy}
+    with planned(model, *sequences) as plan:
+        parts = plan.capabilities.parts
+        if parts is None:
+            scored = _from_logits(plan, options)
+        else:
+            scored = _from_states(plan, parts, options)
+    columns = [plan.placed(values) for values in scored]
     return TokenLogProbs(columns[0], columns[1] if entropy else None)
 
 
-def _from_states(
-    request: Request, plan: Plan, parts: Parts, options: dict[str, Any]
-) -> tuple[Tensor, ...]:
+def _from_states(plan: Plan, parts: Parts, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the hidden states."""
-    tokens = request.tokens[plan.places]
+    tokens = plan.tokens[plan.places]
     which = None
     if plan.shares:  # a token that sequences share is multiplied with the head once
         first, which = plan.distinct(tokens)
@@ -120,11 +112,11 @@ def _from_states(
     return at_kept_states(plan, parts, score)
 
 
-def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
+def _from_logits(plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the model's own logits."""
-    model = request.model
+    model = plan.model
     device = device_of(model)
-    scored = [[torch.empty(0, device=device)] * (2 if options["entropy"] else 1)]
+    scored = []
     for number, one in enumerate(plan.passes, 1):
         inputs = dict(one.inputs)
         ids = inputs.pop("input_ids")
@@ -132,12 +124,12 @@ def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple
         mask[one.read] = True
         mask = mask.view(ids.shape).to(device)
         with plan.step.collective():
-            output = model(ids, **inputs, **request.kwargs)
+            output = model(ids, **inputs, **plan.kwargs)
         # Other ranks may have begun the next pass.
         with plan.step.collective() if number < len(plan.passes) else nullcontext():
             logits = logits_of(model, output, ids)
             check_all_classes(logits.shape[-1], vocabulary_of(model))
-            check_vocabulary(request.tokens, logits.shape[-1], one.places)
+            check_vocabulary(plan.tokens, logits.shape[-1], one.places)
             result = token_log_probs(logits, ids, mask, shift=True, **options)
             scored.append([column[mask] for column in _columns(result)])
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
@@ -146,11 +138,3 @@ def _from_logits(request: Request, plan: Plan, options: dict[str, Any]) -> tuple
 def _columns(result: TokenLogProbs) -> tuple[Tensor, ...]:
     log_probs, entropy = result
     return (log_probs,) if entropy is None else (log_probs, entropy)
-
-
-def _nothing(model: nn.Module, length: int, entropy: bool) -> TokenLogProbs:
-    """The result if no token is kept, which needs no model."""
-    double = any(weight.dtype == torch.float64 for weight in model.parameters())
-    dtype = torch.float64 if double else torch.float32
-    zeros = torch.zeros(length, dtype=dtype, device=device_of(model))
-    return TokenLogProbs(zeros, zeros.clone() if entropy else None)

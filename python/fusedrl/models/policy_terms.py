@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.models.log_probs import causal_log_probs
-from fusedrl.models.ranks import together
-from fusedrl.models.requests import at_kept_states, request_of
+from fusedrl.models.plan import at_kept_states, planned
 from fusedrl.models.split import Parts
 from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms, run
@@ -55,23 +54,19 @@ def causal_policy_terms(
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.
     """
-    with together(model) as step:
-        request = request_of(
-            model, tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs
-        )
-        if request.keeps_some or not step.alone:
-            with request.opened(step) as plan:
-                parts = plan.capabilities.parts
-                if parts is not None and _has_kernel(parts, plan.capabilities.autocast):
-                    places = plan.places
+    sequences: Any = (tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs)
+    with planned(model, *sequences) as plan:
+        parts = plan.capabilities.parts
+        if parts is not None and _has_kernel(parts, plan.capabilities.autocast):
+            places = plan.places
 
-                    def terms(hidden: Tensor) -> tuple[Tensor, ...]:
-                        ids = request.tokens[places].to(hidden.device)
-                        task = _task(hidden, ids, places, parts, batch, weights, surrogate, entropy)
-                        return run(task, separate=True)
+            def terms(hidden: Tensor) -> tuple[Tensor, ...]:
+                ids = plan.tokens[places].to(hidden.device)
+                task = _task(hidden, ids, places, parts, batch, weights, surrogate, entropy)
+                return run(task, separate=True)
 
-                    values, *columns = at_kept_states(plan, parts, terms)
-                    return Terms(values, *(request.placed(x, places) for x in columns))
+            values, *columns = at_kept_states(plan, parts, terms)
+            return Terms(values, *map(plan.placed, columns))
     scored = causal_log_probs(
         model,
         tokens,

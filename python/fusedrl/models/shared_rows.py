@@ -22,8 +22,8 @@ from fusedrl.models import prefix_tree
 from fusedrl.models.capabilities import capabilities_of, may_share
 from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.forwards import SHARING
+from fusedrl.models.plan import log_shared
 from fusedrl.models.ranks import ranks_of
-from fusedrl.models.requests import log_shared
 from fusedrl.models.split import CannotSplit, Parts, chain_of, split
 from fusedrl.models.tree_mask import mask_of
 
