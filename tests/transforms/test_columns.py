@@ -59,12 +59,6 @@ class TestPrivateAccess:
         uniform = [{key: x[:2] for key, x in sample.items()} for sample in samples]
         assert isinstance(columns.columns_of(build(uniform)), columns.Columns)
 
-    def test_another_release_goes_through_the_public_interface(self, samples, monkeypatch):
-        monkeypatch.setattr(columns.compat, "is_as_known", lambda: False)
-        data = stack(samples)
-        assert isinstance(columns.columns_of(data), columns.Columns)
-        check(samples, KLComputation(coeff=0.1)(data))
-
 
 class TestSamplesThatDiffer:
     """Samples are looked up together, one level of keys after the other."""

@@ -173,7 +173,7 @@ def sample_columns(td: TensorDictBase) -> SampleColumns | None:
     ``None`` for anything else, such as an empty or a locked stack, a subclass, or a tensordict
     inside ``vmap``.
     """
-    samples = _samples_of(td) if compat.is_as_known() else None
+    samples = _samples_of(td)
     return _plain(samples) if samples else None
 
 

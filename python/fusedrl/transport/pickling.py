@@ -40,9 +40,7 @@ class _Taken(dict[type, bool]):
     """Whether objects of a class consist of their ``__dict__`` alone; decided once for a class."""
 
     def __missing__(self, cls: type) -> bool:
-        if not compat.is_as_known():
-            taken = False
-        elif cls in (TensorDict, LazyStackedTensorDict, NonTensorStack):
+        if cls in (TensorDict, LazyStackedTensorDict, NonTensorStack):
             taken = True
         else:  # a tensorclass that is pickled as all are
             names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
