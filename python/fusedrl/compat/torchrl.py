@@ -23,22 +23,17 @@ TORCHRL.names(
     ("_initialized", "_init_deferred"),
     "ours says so at once, since torchrl's would look for a collector when specs are read",
 )
-# What a transform in a Ray actor does beside its environment.
-DONE_LOCALLY = TORCHRL.names(
-    "torchrl.envs.transforms:Transform",
-    ("_inv_call", "_apply_transform", "_inv_apply_transform", "_reset_env_preprocess"),
-    "torchrl would send each call of these to the actor, which has nothing to do for it",
-)
-TORCHRL.names(
-    "torchrl.envs.transforms.ray_service:RayTransform",
-    ("_ray", "_num_cpus", "_num_gpus", "_actor_name", "_device", "_actor", "_create_actor"),
-    "ours starts the actor, and torchrl's code reads these",
-)
 TORCHRL.names(
     "torchrl._utils:_RayServiceMetaClass",
     ("_service_cls",),
     "isinstance counts the local side as the transform in its actor",
 )
+
+
+@TORCHRL.needs("torchrl._utils:_RayServiceMetaClass")
+def serve_by_ray(transform_class: Any, service: Any) -> None:
+    """What ``service_backend="ray"`` makes of a class: torchrl looks for this name on it."""
+    transform_class._RayServiceClass = service
 
 
 @TORCHRL.needs("torchrl.envs.transforms:Transform._container")
