@@ -43,7 +43,9 @@ def samples_in_one_call(
         return None
     if torch.compiler.is_compiling() or not _has_memory() or (kernels := _kernels()) is None:
         return None
-    weight = _dispatch.scalar_tensor("coeff", coeff, log_probs[0].device).item()
+    weight = coeff
+    if type(coeff) is not float or not abs(coeff) <= _dispatch.LARGEST:  # a tensor takes 5 us
+        weight = _dispatch.scalar_tensor("coeff", coeff, log_probs[0].device).item()
     lists = list(log_probs), list(ref_log_probs), None if reward is None else list(reward)
     return kernels.forward_samples(*lists, weight, torch.is_grad_enabled())
 
