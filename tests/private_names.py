@@ -51,19 +51,13 @@ NEEDED: dict[str, dict[str, str]] = {
         "torch.distributed.distributed_c10d": "_get_default_store",
     },
     "torchrl": {
-        "torchrl.envs.transforms:Transform": (
-            "_call _step _reset _inv_call _apply_transform _inv_apply_transform "
-            "_reset_env_preprocess _container"
-        ),
+        "torchrl.envs.transforms:Transform": ("_call _step _reset _container"),
         "torchrl.envs.llm:RetrieveKL": "_initialized _init_deferred _init_params",
         "torchrl.envs.llm:RetrieveLogProb": "_io_device",
         "torchrl.envs.llm:KLRewardTransform": "_io_device",
-        "torchrl.envs.transforms.ray_service:RayTransform": (
-            "_ray _num_cpus _num_gpus _actor_name _device _actor _create_actor"
-        ),
         # isinstance counts the local side as the transform in its actor.
-        "torchrl._utils:_RayServiceMetaClass": "_service_cls",
-        "torchrl._utils": "_get_mp_ctx",
+        "torchrl._utils:_RayServiceMetaClass": "_service_cls _RayServiceClass",
+        "torchrl._utils": "_get_mp_ctx _RayServiceMetaClass",
         "torchrl.collectors:MultiCollector": (
             "_frames _iter _iterator _use_buffers _weight_sync_schemes _legacy_weight_updater "
             "_install_profile_hooks _uninstall_profile_hooks _post_collect_hook _set_worker_attr "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchrl.modules.llm import TransformersWrapper
 from transformers import (
@@ -15,8 +14,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-
-from fusedrl import KLRewardTransform, RetrieveKL
 
 _TINY: dict[str, Any] = {
     "vocab_size": 259,
@@ -84,18 +81,3 @@ def tokens_reference() -> TransformersWrapper:
 
 def broken() -> TransformersWrapper:
     raise LookupError("no such checkpoint")
-
-
-class Doubled(RetrieveKL):
-    """A subclass whose code must run in the actor."""
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        out = super()._step(tensordict, next_tensordict)
-        return out.set("longest", torch.full((*out.batch_size, 1), 2.0))
-
-
-class Inverting(KLRewardTransform):
-    """A subclass that changes what is not asked of the actor."""
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return tensordict

@@ -100,7 +100,7 @@ def test_one_key_for_both_models_is_refused():
 
 BAD = {
     "lengths": (lambda s: s[1].update({REF: torch.zeros(4)}), "ref_log_probs: sample 1"),
-    "reward dimensions": (lambda s: s[2].update(reward=torch.zeros(2)), "reward: sample 2"),
+    "reward dimensions": (lambda s: s[2].update(reward=torch.zeros(2)), "reward: expected"),
     "reward columns": (lambda s: [x.update(reward=torch.zeros(4, 3)) for x in s], "reward: sample"),
     "reward length": (lambda s: s[0].update(reward=torch.zeros(2, 1)), "reward: sample 0"),
 }

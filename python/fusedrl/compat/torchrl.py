@@ -9,9 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
-# What a transform in a Ray actor does beside its environment: torchrl would send each call of these
-# to the actor, which has nothing to do for it.
-DONE_LOCALLY = ("_inv_call", "_apply_transform", "_inv_apply_transform", "_reset_env_preprocess")
+
+def serve_by_ray(transform_class: Any, service: Any) -> None:
+    """What ``service_backend="ray"`` makes of a class: torchrl looks for this name on it."""
+    transform_class._RayServiceClass = service
 
 
 def stands_alone(transform: Any) -> bool:

@@ -16,8 +16,6 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from fusedrl.compat.torchrl import computing_device, step
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
-from fusedrl.transforms.ray import RayKLRewardTransform
-from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.renamed_arguments import COEFF, refuse, renamed
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.rollout_columns import (
@@ -101,8 +99,6 @@ class KLRewardTransform(_KLRewardTransform):
         >>> data.get("kl_penalty", as_list=True)[0].squeeze(-1)[:2]  # the prompt's
         tensor([0., 0.])
     """
-
-    _RayServiceClass = RayService(RayKLRewardTransform)
 
     def __init__(
         self,

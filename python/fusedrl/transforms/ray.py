@@ -2,18 +2,218 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import torch
-from torchrl.envs.llm.transforms.kl import RayKLRewardTransform as _RayKLRewardTransform
-from torchrl.envs.llm.transforms.kl import RayRetrieveKL as _RayRetrieveKL
+from tensordict import TensorDictBase
+from torchrl.data import Composite
+from torchrl.envs import Transform
 from torchrl.modules.llm.policies import LLMWrapperBase
 
-from fusedrl.transforms.ray_service import RayKL
+from fusedrl.compat.torchrl import serve_by_ray
+from fusedrl.transforms import transitions
+from fusedrl.transforms.kl_reward import KLRewardTransform
+from fusedrl.transforms.retrieve_kl import RetrieveKL
+from fusedrl.transforms.transform_actor import CALLS, Description, TransformActor, full_name
+from fusedrl.transport import deserialize, serialize
+
+SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
 
 
-class RayRetrieveKL(RayKL, _RayRetrieveKL):
+class _InActor(Transform):
+    """The local side of a transform in a Ray actor.
+
+    Steps, resets, calls on data and specs go to the actor: it is sent the columns that it reads,
+    and returns those that it wrote. All else is done here.
+    """
+
+    _service_cls: ClassVar[type[Transform]]  # torchrl's name: isinstance counts this as one of them
+    _actor: Any
+    _description: Description
+
+    def _start(
+        self,
+        models: dict[str, tuple[Any, Any]],
+        arguments: dict[str, Any],
+        *,
+        num_cpus: float | None,
+        num_gpus: float,
+        device: Any,
+        actor_name: str | None,
+    ) -> None:
+        """Find the actor of this name, or start one; ``models`` are pairs of model and factory."""
+        given = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus}
+        options = {**given, **(arguments.pop("ray_actor_options", None) or {})}
+        for name, (model, factory) in models.items():
+            if model is not None and factory is not None:
+                raise ValueError(f"{name}: expected a model or {name}_factory, got both; drop one")
+        if not arguments.get("detach", True):
+            raise ValueError(
+                "detach: expected True, got False; gradients do not cross to another process"
+            )
+        if device is not None:
+            arguments["device"] = device
+        Transform.__init__(self)
+        self._actor = None
+        if actor_name is not None:
+            # Detached: otherwise it would end with this transform although others use it.
+            options = {"lifetime": "detached", "get_if_exists": True, **options, "name": actor_name}
+            self._actor = _find(actor_name, options.get("namespace"))
+        if self._actor is None:
+            arguments |= _arguments_of(models)
+            self._actor = (
+                _ray()
+                .remote(TransformActor)
+                .options(**options)
+                .remote(self._service_cls, arguments)
+            )
+            try:
+                _wait_for_a_place(self._actor, options)
+                self._description = _get(self._actor.describe.remote())
+            except BaseException:
+                _ray().kill(self._actor)  # its transform could not be made
+                raise
+        else:
+            self._description = _get(self._actor.describe.remote())
+        if self._description.transform_class != full_name(self._service_cls):
+            raise ValueError(
+                f"actor_name: expected {actor_name!r} to be an actor of "
+                f"{full_name(self._service_cls)}, got {self._description.transform_class}; "
+                "use another name"
+            )
+        self.in_keys, self.out_keys = self._description.in_keys, self._description.out_keys
+
+    @property
+    def _running(self) -> Any:
+        if self._actor is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected a running actor, got a closed one; "
+                "make another transform"
+            )
+        return self._actor
+
+    def close(self) -> None:
+        """Give up the actor, which ends with its last transform, or stays if it has a name."""
+        self._actor = None
+
+    def __repr__(self) -> str:
+        """The text of the transform in the actor, which was sent when it was found."""
+        text = "actor=None" if self._actor is None else self._description.text
+        return f"{type(self).__name__}({text})"
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return transitions.run(self, partial(self._run, "forward"), tensordict)
+
+    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
+        return transitions.run(self, partial(self._run, "_call"), next_tensordict)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        return self._run("_step", tensordict, next_tensordict)
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        return self._run("_reset", tensordict, tensordict_reset)
+
+    def _run(self, method: str, root: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
+        """Send the columns that the actor reads, and store in ``target`` those that it wrote."""
+        read, read_next = self._description.read, self._description.read_next
+        if target is root:
+            sent = root.select(*read, *read_next, strict=False)
+            following = sent
+        else:
+            sent = root.select(*read, "_reset", strict=False)
+            # A reset reads what was reset. A step reads from "next" only what it penalises.
+            own = [*read, *read_next] if method == "_reset" else read_next
+            following = target.select(*own, strict=False)
+        if method not in CALLS:
+            sent = (sent, following)
+        elif following is not sent:
+            sent = (sent.set("next", following),)
+        else:
+            sent = (sent,)
+        serialized = serialize(sent)
+        answer = self._running.run.remote(method, serialized, self.missing_tolerance)
+        written = deserialize(_get(answer))
+        device = target.device or serialized.device
+        return target.update(written if device is None else written.to(device))
+
+    def transform_output_spec(self, output_spec: Composite) -> Composite:
+        return self._spec("transform_output_spec", output_spec)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        return self._spec("transform_observation_spec", observation_spec)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        return self._spec("transform_reward_spec", reward_spec)
+
+    def _spec(self, method: str, spec: Composite) -> Composite:
+        device = spec.device
+        answer = _get(self._running.spec.remote(method, spec.clone().cpu()))
+        return answer.clear_device_() if device is None else answer.to(device)
+
+
+def _ray() -> Any:
+    """The package, which is not installed with fusedrl."""
+    return importlib.import_module("ray")
+
+
+def _get(reference: Any) -> Any:
+    """The actor's answer; an exception of the actor is raised here."""
+    try:
+        return _ray().get(reference)
+    except _ray().exceptions.RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from error
+        raise
+
+
+def _find(actor_name: str, namespace: str | None) -> Any:
+    try:
+        actor = _ray().get_actor(actor_name, namespace)
+    except ValueError:
+        return None
+    if not hasattr(actor, "describe"):
+        raise ValueError(
+            f"actor_name: expected an actor that fusedrl started, got another under "
+            f"{actor_name!r}; use another name"
+        )
+    return actor
+
+
+def _wait_for_a_place(actor: Any, options: dict[str, Any]) -> None:
+    """Refuse an actor for which Ray finds no room; its models may take any time to load."""
+    if not _ray().wait([actor.__ray_ready__.remote()], timeout=SECONDS_TO_START)[0]:
+        raise RuntimeError(
+            f"num_cpus, num_gpus: expected {options['num_cpus']:g} CPUs and "
+            f"{options['num_gpus']:g} GPUs for the actor within {SECONDS_TO_START} seconds, got "
+            f"none; of {_ray().cluster_resources()} free are {_ray().available_resources()}: ask "
+            "for less, free some, or add a machine"
+        )
+
+
+def _arguments_of(models: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """The arguments of the transform in the actor: for each model, the model or its factory."""
+    for name, (model, factory) in models.items():
+        if model is None and factory is None:
+            raise ValueError(
+                f"{name}: expected a log-prob wrapper or {name}_factory, got neither; pass one"
+            )
+        if isinstance(model, str):
+            raise ValueError(
+                f"{name}: expected a log-prob wrapper or {name}_factory, got {model!r}; an actor "
+                "has no collector, and a copy of its policy would not follow the weights: pass a "
+                "model, or use RetrieveKL without Ray"
+            )
+    given = {name: model for name, (model, _) in models.items()}
+    return given | {f"{name}_factory": factory for name, (_, factory) in models.items()}
+
+
+class RayRetrieveKL(_InActor):
     """:class:`fusedrl.RetrieveKL` in a Ray actor, whose models several environments share.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RayRetrieveKL`. A column is sent to
@@ -33,10 +233,8 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
         device: where the models compute in the actor. Results are on the device of the data.
         actor_name: use the actor of this name, or start it. An actor that runs keeps its
             arguments, and those that are given here are not looked at.
-        **kwargs: arguments of :class:`fusedrl.RetrieveKL`, and two more. ``ray_actor_options`` has
-            further options of a Ray actor, such as ``namespace``. ``transform_class`` is a subclass
-            to run in the actor; it may change ``_step``, ``_reset``, ``forward``, ``_call`` and the
-            specs of outputs.
+        **kwargs: arguments of :class:`fusedrl.RetrieveKL`, and ``ray_actor_options``: further
+            options of a Ray actor, such as ``namespace``.
 
     Raises:
         ImportError: Ray is not installed.
@@ -51,6 +249,8 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
         ...         gen_model_factory=make_policy, ref_model_factory=make_reference, num_gpus=1
         ...     )
     """
+
+    _service_cls = RetrieveKL
 
     def __init__(
         self,
@@ -80,7 +280,7 @@ class RayRetrieveKL(RayKL, _RayRetrieveKL):
         )
 
 
-class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
+class RayKLRewardTransform(_InActor):
     """:class:`fusedrl.KLRewardTransform` in a Ray actor, whose model several environments share.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RayKLRewardTransform`, which fails in an
@@ -95,8 +295,8 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
         device: where the model computes in the actor. Results are on the device of the data.
         actor_name: use the actor of this name, or start it. An actor that runs keeps its
             arguments, and those that are given here are not looked at.
-        **kwargs: arguments of :class:`fusedrl.KLRewardTransform`, and ``ray_actor_options`` and
-            ``transform_class`` as for :class:`fusedrl.RayRetrieveKL`.
+        **kwargs: arguments of :class:`fusedrl.KLRewardTransform`, and ``ray_actor_options`` as for
+            :class:`fusedrl.RayRetrieveKL`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -111,6 +311,8 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
         ...         ref_model_factory=make_reference, actor_name="reference", num_gpus=1
         ...     )
     """
+
+    _service_cls = KLRewardTransform
 
     def __init__(
         self,
@@ -131,3 +333,26 @@ class RayKLRewardTransform(RayKL, _RayKLRewardTransform):
             device=device,
             actor_name=actor_name,
         )
+
+
+class _RayService:
+    """What makes the transform of ``service_backend="ray"``, an attribute of its class.
+
+    A subclass finds it too: what it overrides would not run in the actor.
+    """
+
+    def __init__(self, served: type[Transform], made: type[_InActor]) -> None:
+        self._served, self._made = served, made
+
+    def __get__(self, instance: Any, owner: type[Transform]) -> type[_InActor]:
+        name = self._served.__name__
+        if owner is not self._served:
+            raise ValueError(
+                f"service_backend: expected 'direct' for {owner.__name__}, a subclass of {name}, "
+                f"got 'ray', whose actor runs {name} itself; leave it out"
+            )
+        return self._made
+
+
+serve_by_ray(RetrieveKL, _RayService(RetrieveKL, RayRetrieveKL))
+serve_by_ray(KLRewardTransform, _RayService(KLRewardTransform, RayKLRewardTransform))

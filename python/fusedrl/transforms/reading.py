@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from tensordict import NonTensorStack, TensorDictBase
@@ -45,14 +44,6 @@ class Reading:
     assistant_only: bool
     marker: Any = None
     marker_kwargs: Mapping[str, Any] | None = None
-
-    def same_as(self, other: Reading) -> bool:
-        """Whether both make the same tokens and masks from the same data."""
-        mine, theirs = dict(vars(self)), dict(vars(other))
-        for name in ("tokenizer", "marker"):
-            if not _same_tokenizer(mine.pop(name), theirs.pop(name)):
-                return False
-        return mine == theirs
 
 
 @dataclass(frozen=True)
@@ -296,34 +287,3 @@ def _refuse_padding(tokenizer: Any, where: str) -> NoReturn:
 
 def _list(td: Any, key: str) -> list[Tensor]:
     return list(column_rows(td.get(key, as_list=True)))
-
-
-_same_models: WeakKeyDictionary[Any, WeakKeyDictionary[Any, bool]] = WeakKeyDictionary()
-
-
-def _same_tokenizer(one: Any, other: Any) -> bool:
-    """Whether two tokenizers, perhaps loaded one after the other, split and render text alike."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or not getattr(one, "is_fast", False):
-        return False
-    if _settings(one) != _settings(other):
-        return False
-    known = _same_models.setdefault(one, WeakKeyDictionary())
-    if other not in known:  # writing out a vocabulary of 150,000 tokens takes long
-        states = [x.backend_tokenizer.model.__getstate__() for x in (one, other)]
-        known[other] = states[0] == states[1]
-    return known[other]
-
-
-def _settings(tokenizer: Any) -> list[Any]:
-    """The settings of a tokenizer that may change; padding and truncation are set by each call."""
-    backend = tokenizer.backend_tokenizer
-    parts = (backend.normalizer, backend.pre_tokenizer, backend.post_processor)
-    return [
-        tokenizer.chat_template,
-        tokenizer.name_or_path,  # torchrl chooses a template by it
-        tokenizer.special_tokens_map,
-        backend.get_added_tokens_decoder(),
-        [part if part is None else part.__getstate__() for part in parts],
-    ]

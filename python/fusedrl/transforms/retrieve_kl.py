@@ -20,8 +20,6 @@ from fusedrl.models.ranks import together
 from fusedrl.models.without_adapters import WithoutAdapters, is_peft_model
 from fusedrl.transforms import columns, transitions
 from fusedrl.transforms.kl_computation import KLComputation
-from fusedrl.transforms.ray import RayRetrieveKL
-from fusedrl.transforms.ray_service import RayService
 from fusedrl.transforms.reading import TokenBatch
 from fusedrl.transforms.renamed_arguments import COEFF, FULL, REF_FULL, refuse, renamed
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, model_of
@@ -95,8 +93,6 @@ class RetrieveKL(_RetrieveKL):
         >>> [tuple(row.shape) for row in data.get("reward", as_list=True)]
         [(25, 1), (28, 1)]
     """
-
-    _RayServiceClass = RayService(RayRetrieveKL)
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ class RetrieveLogProb(_RetrieveLogProb):
             return None
         marker = None if self.tokenizer is model.tokenizer else self.tokenizer
         reading = reading_of(model, self.assistant_only, marker, self.marker_kwargs)
-        if shared is not None and reading.same_as(shared.reading):
+        if shared is not None and reading == shared.reading:
             return shared
         with set_list_to_stack(True):
             return read(reading, tensordict)

@@ -165,10 +165,9 @@ def _of_rows(
             )
     one_column = rewards is not None and len(rewards) > 0 and rewards[0].shape[1:] == (1,)
     if shapes is None and (rewards is None or one_column):
-        (p, q, kept, reward), lengths = pack_samples(rows, ref_rows, masks, rewards)
-        one: Any = reward
-        one = None if one is None else one.unsqueeze(-1)
-        return TokenColumns(p, q, kept, one, Places(lengths, None))
+        packed = pack_samples(rows, ref_rows, masks, rewards)
+        one = None if packed.reward is None else packed.reward.unsqueeze(-1)
+        return TokenColumns(*packed[:3], one, Places(packed.lengths, None))
     reward = None
     if rewards is not None:
         for i, (row, own) in enumerate(zip(rows, rewards, strict=True)):
@@ -177,8 +176,8 @@ def _of_rows(
         spread = [own.expand(*row.shape, own.shape[-1]).flatten(0, -2) for row, own in pairs]
         reward = torch.cat(spread)
     flat = [None if x is None else [row.flatten() for row in x] for x in (rows, ref_rows, masks)]
-    (p, q, kept, _), lengths = pack_samples(*flat)  # pyright: ignore[reportArgumentType]
-    return TokenColumns(p, q, kept, reward, Places(lengths, None, shapes))
+    packed = pack_samples(*flat)  # pyright: ignore[reportArgumentType]
+    return TokenColumns(*packed[:3], reward, Places(packed.lengths, None, shapes))
 
 
 def _check_reward(name: str, log_probs: Tensor, reward: Tensor) -> None:
