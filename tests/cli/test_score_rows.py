@@ -182,7 +182,7 @@ def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys
 
 
 FOREIGN = {
-    "utf-16": line_of(json.dumps([GOOD])).decode().encode("utf-16"),
+    "utf-16": "\n".join([json.dumps(GOOD)] * 3).encode("utf-16"),
     "gzip": gzip.compress(line_of(GOOD)),
     "nothing": b"",
 }

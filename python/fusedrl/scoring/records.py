@@ -85,7 +85,8 @@ def _row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
 
 
 def _parsed(text: bytes) -> Any:
-    return json.loads(text, object_pairs_hook=_object)
+    # json takes bytes too, and guesses their encoding: a line of UTF-16 would be another text.
+    return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
