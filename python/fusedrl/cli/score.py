@@ -151,9 +151,7 @@ def score_and_print(
         disable_progress_bar()  # that of transformers, which would break up ours
         # In a log, where each state of the bar stays, one in half a minute is enough.
         interval = 0.1 if sys.stderr.isatty() else 30
-        with tqdm(
-            desc="scoring", total=found.chats, unit="chat", mininterval=interval, leave=False
-        ) as bar:
+        with tqdm(desc="scoring", total=found.chats, unit="chat", mininterval=interval) as bar:
 
             def on_skip(error: ChatError) -> None:
                 bar.write(f"{error}; skipped", file=sys.stderr)
@@ -171,6 +169,7 @@ def score_and_print(
 def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
     from fusedrl.scoring.report import drift
 
+    console = Console()
     table = Table(title="most-drifted chats", title_justify="left")
     for heading in ("chat (line)", "scored tokens", "total KL", "mean KL", "mean entropy"):
         table.add_column(heading, justify="right")
@@ -182,7 +181,7 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
             f"{row['kl_mean']:.4f}",
             f"{row['entropy_mean']:.3f}",
         )
-    Console().print(table)
+    console.print(table)
     tokens = sum(row["scored_tokens"] for row in summary.rows)
     left_out = " (left out, see above)" if summary.skipped else ""
     for line in (
@@ -196,7 +195,9 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
         *_report_line(summary, settings),
         f"{out / 'report.html'}, {out / 'chats.parquet'}, {out / 'tokens.parquet'}",
     ):
-        print(printable(line))
+        # A terminal may not know every character of a path.
+        shown = printable(line).encode(console.encoding, "backslashreplace")
+        print(shown.decode(console.encoding))
 
 
 def _count(number: int, what: str) -> str:
