@@ -214,7 +214,7 @@ def _defines(to: Bench) -> list[str]:
 
 def check(to: Bench) -> Outcome:
     """Every op against float64."""
-    return to.run(to.python, "-m", "fusedrl", "check", "--failed").outcome()
+    return to.run(to.python, "-m", "fusedrl", "check").outcome()
 
 
 def tests(*arguments: str) -> Callable[[Bench], Outcome]:

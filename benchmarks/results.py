@@ -22,7 +22,6 @@ class Results:
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     interrupted: str | None = None  # the case that a signal left unmeasured
-    warnings: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     wrong: list[Row] = field(default_factory=list)
 

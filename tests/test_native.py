@@ -14,7 +14,7 @@ import torch
 from programs import python
 
 from fusedrl import _host, native
-from fusedrl.cli import missing
+from fusedrl.cli import info
 from fusedrl.ops import _dispatch
 
 FEATURES = {
@@ -207,8 +207,8 @@ def test_each_gpu_is_asked_for_itself(gpus, caplog):
     with pytest.raises(native.NativeLibraryError, match="sm_75"):
         chosen(1, "cuda")
     assert chosen(0, "cuda") == "cuda"
-    assert missing.missing().keys() >= {"CUDA kernels for cuda:1"}
-    assert "CUDA kernels for cuda:0" not in missing.missing()
+    assert info.missing().keys() >= {"CUDA kernels for cuda:1"}
+    assert "CUDA kernels for cuda:0" not in info.missing()
 
 
 @pytest.mark.parametrize(

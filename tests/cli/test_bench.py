@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -169,8 +168,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
     (tmp_path / "taken").write_text("mine")
     options = {"--out": str(tmp_path / "out")} | {option: str(tmp_path / "taken")}
     assert main(["bench", *(part for pair in options.items() for part in pair)]) == 2
-    expected = f"bench: {option}: cannot write into {tmp_path / 'taken'}: File exists\n"
-    assert capsys.readouterr().err == expected
+    expected = f"bench: cannot read or write {tmp_path / 'taken'}: File exists; "
+    assert capsys.readouterr().err.startswith(expected)
 
 
 def many(op="doubling"):
@@ -193,14 +192,9 @@ def test_a_quick_run_measures_one_setting_of_each_op(run, monkeypatch):
 
 def modules():
     """Every benchmark of the folder; those that start processes or train are slow."""
-    for path in sorted(Path(harness.__file__).parent.glob("bench_*.py")):
-        name = path.stem.removeprefix("bench_")
+    for name in bench.OPS:
         long = name in (*bench.NOT_QUICK, "channel")
         yield pytest.param(name, marks=pytest.mark.slow if long else ())
-
-
-def test_every_benchmark_can_be_named():
-    assert sorted(bench.OPS) == [param.values[0] for param in modules()]
 
 
 @pytest.mark.parametrize("name", modules())

@@ -32,7 +32,7 @@ def make_chat(*messages):
 
 
 def bundled():
-    return [chat for record in read_records(CHATS) for chat in parse_chats(record)]
+    return [chat for record in read_records(CHATS).rows for chat in parse_chats(record)]
 
 
 def said(tokenized):

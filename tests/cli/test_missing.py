@@ -11,10 +11,10 @@ import torch
 from packaging.requirements import Requirement
 
 from fusedrl import native
-from fusedrl.cli import main, missing
+from fusedrl.cli import info, main
 
 # What is bounded at the first version allowed, the others as new as can be.
-INSTALLED = {part.package: "99.0" for part in missing.DEPENDENCIES} | {
+INSTALLED = dict.fromkeys(info.PACKAGES, "99.0") | {
     **{"torchrl": "0.14", "tensordict": "0.14", "transformers": "4.57", "peft": "0.14"},
     **{"trl": "0.24", "vllm": "0.31", "fusedrl": "0.1.0"},
 }
@@ -30,7 +30,7 @@ def machine(monkeypatch):
             raise metadata.PackageNotFoundError(name)
         return packages[name]
 
-    monkeypatch.setattr(missing.metadata, "version", version)
+    monkeypatch.setattr(info.metadata, "version", version)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(native, "find", lambda name: "a path")
@@ -39,13 +39,13 @@ def machine(monkeypatch):
 
 
 def test_nothing_is_missing_where_everything_is_there(machine):
-    assert missing.missing() == {}
+    assert info.missing() == {}
 
 
 @pytest.mark.parametrize("package", ["ray", "trl", "vllm", "peft", "pyarrow", "torchrl"])
 def test_a_package_that_is_not_installed_comes_with_its_command(machine, package):
     del machine[package]
-    (found,) = missing.missing().items()
+    (found,) = info.missing().items()
     assert found[0] == package
     assert found[1].startswith("not installed; needed for ")
     (wanted,) = re.findall(r": `pip install \"(.*)\"`$", found[1])
@@ -56,10 +56,10 @@ def test_a_package_that_is_not_installed_comes_with_its_command(machine, package
 @pytest.mark.parametrize("version", ["0.9.2+cpu", "0.33.0"])
 def test_a_package_that_is_too_old_or_too_new_is_missing_too(machine, version):
     machine["vllm"] = version
-    found = missing.missing()["vllm"]
+    found = info.missing()["vllm"]
     assert f"{version} is installed, >=0.31,<0.33 is tested; needed for " in found
     machine["vllm"] = "0.32.1+cpu"
-    assert missing.missing() == {}
+    assert info.missing() == {}
 
 
 def test_info_prints_what_is_missing(machine, capsys):
@@ -82,4 +82,4 @@ MISSING = {
 def test_what_a_gpu_needs_is_named(machine, monkeypatch, part):
     owner, name, value, told = MISSING[part]
     monkeypatch.setattr(owner, name, value)
-    assert told in missing.missing()[part]
+    assert told in info.missing()[part]

@@ -148,8 +148,9 @@ def test_values_that_are_not_finite_are_shown(tmp_path):
         {"k1": values, "k3": values},
     )
     made = report.HtmlReport({"policy": "p", "reference": "r"}, "k3", 5)
-    made.add(scored)
-    made.write(tmp_path / "report.html", [chat_row(scored, "k3")], [])
+    row = chat_row(scored, "k3")
+    made.add(row, scored)
+    made.write(tmp_path / "report.html", [row], [])
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.cells == ["a", " b"]
     cells = page.data["chats"][0]["messages"][0]["cells"]

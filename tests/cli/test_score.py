@@ -48,7 +48,7 @@ def test_tables_hold_what_plain_torch_computes_chat_by_chat(models, score, tmp_p
     assert len(chats) >= 40
     by_chat = {row["chat"]: [t for t in tokens if t["chat"] == row["chat"]] for row in chats}
     drift = 0.0
-    for record in list(read_records(CHATS))[::5]:
+    for record in read_records(CHATS).rows[::5]:
         messages = parse_chats(record)[0].messages
         own = by_chat[record.line]
         ids, policy, entropy = plain_scores(models.policy, messages, temperature)
@@ -84,7 +84,7 @@ def test_texts_join_to_what_the_assistant_said(score):
         said.setdefault((token["chat"], token["turn"]), []).append(token["text"])
     spoken = {
         (record.line, turn): message["content"] + "<|im_end|>"
-        for record in read_records(CHATS)
+        for record in read_records(CHATS).rows
         for turn, message in enumerate(parse_chats(record)[0].messages)
         if message["role"] == "assistant"
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 
 import pytest
@@ -17,7 +16,7 @@ from pyarrow import parquet
 
 from fusedrl.scoring import ScoreError
 from fusedrl.scoring.chats import parse_chats, survey
-from fusedrl.scoring.records import Record, Source, opened, read_records
+from fusedrl.scoring.records import Record, read_records
 
 from .conftest import chat, rows
 
@@ -133,7 +132,7 @@ def test_a_format_scores_as_plain_messages(scored, plain, tmp_path, name):
     assert scored(content) == plain
     path = tmp_path / "chats"
     path.write_bytes(content)
-    assert survey(Source(path, "chats")) == (3, said)
+    assert survey(read_records(path)) == (3, said)
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
@@ -187,7 +186,7 @@ BAD = {
     ),
     "an answer without its prompt": (
         {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello!", "rejected": "no"},
-        "chosen: expected a list of messages without a 'prompt'",
+        "chosen: expected a list of messages, ",
     ),
     "a conversation behind another prompt": (
         {"prompt": "Hi", "completion": chat("Bye", "Bye.")["messages"]},
@@ -204,25 +203,12 @@ BAD = {
 def test_a_row_that_no_format_has_is_refused(name):
     row, said = BAD[name]
     with pytest.raises(ScoreError, match=said):
-        parse_chats(Record("chats.jsonl:1", 1, json.dumps(row).encode()))
-
-
-def test_the_line_that_a_refusal_names_converts(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    path.write_bytes(b'{"instruction": "Hi", "output": "Hello!"}')
-    with opened(path) as source, pytest.raises(ScoreError) as refused:
-        parse_chats(*read_records(source))
-    line = str(refused.value).split("`")[1].partition(" | ")[0].replace("FILE", "chats.jsonl")
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True)
-    if done.returncode == 127:
-        pytest.skip("needs jq")
-    (made,) = parse_chats(Record("chats.jsonl:1", 1, done.stdout))
-    assert [message["content"] for message in made.messages] == ["Hi", "Hello!"]
+        parse_chats(Record("chats.jsonl:1", 1, lambda: row))
 
 
 @pytest.mark.parametrize("end", [b"", b"{", b" x]", b'{"messages": 5} 7]', b"5] x"])
 def test_an_array_that_breaks_off_is_refused(tmp_path, end):
     path = tmp_path / "chats.json"
     path.write_bytes(b"[\n" + json.dumps(PLAIN[0]).encode() + b",\n" + end)
-    with pytest.raises(ScoreError, match=r"not a readable JSON array: after element [12]"):
-        survey(Source(path, "chats.json"))
+    with pytest.raises(ScoreError, match=r"chats: cannot read .*chats.json: .* line "):
+        read_records(path)

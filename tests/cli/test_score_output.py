@@ -70,7 +70,7 @@ PHASES = {
     "scoring": (job, "score_batch"),
     "writing a table": (job.Tables, "write"),
     "rendering": (job.HtmlReport, "write"),
-    "moving the files": (job, "publish"),
+    "moving the files": (Path, "replace"),
 }
 
 
@@ -120,7 +120,7 @@ def run(models, path, out):
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("taken", "expected a directory or a new name, got the file"),
+        ("taken", "File exists"),
         ("taken/below", "Not a directory"),
         ("link", "File exists"),
         ("/proc/fusedrl", "choose a directory that can be written"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -42,10 +42,10 @@ BAD = {
     "not json": ('{"messages": [', "unreadable line"),
     "not utf-8": (b'{"messages": "\xff"}', "unreadable line"),
     "nul characters": (b"\0\0\0", "unreadable line"),
-    "nested": (nested(200_000, {"messages": "DEEP"}), "nested too deeply"),
+    "nested": (nested(200_000, {"messages": "DEEP"}), "unreadable line: RecursionError"),
     "nested in what the template reads": (
         nested(940, messages(USER, {"role": "assistant", "tool_calls": [{"a": "DEEP"}]})),
-        ("RecursionError", "nested too deeply"),  # the parser's limit falls with the stack's depth
+        "RecursionError",
     ),
     "an enormous number": ('{"messages": ' + "9" * 10_000 + "}", "unreadable line"),
     "key twice": (
@@ -54,7 +54,7 @@ BAD = {
     ),
     "a number": ("5", "got 5"),
     "no messages": ({"text": "hi"}, '{"messages": [...]}'),
-    "empty chat": ({"messages": []}, "empty chat"),
+    "empty chat": ({"messages": []}, "no assistant turn: the roles are []"),
     "a message is null": (messages(USER, None, SAID), "messages[1]: expected"),
     "no assistant": (messages(USER), "no assistant turn: the roles are ['user']"),
     "control characters in the role": (
@@ -71,11 +71,11 @@ BAD = {
     "part is null": (messages({"role": "user", "content": [None]}, SAID), "text parts only"),
     "surrogate in the content": (
         messages({"role": "user", "content": SURROGATE}, SAID),
-        "messages[0].content: not valid Unicode",
+        "the rendered chat is not valid Unicode",
     ),
     "surrogate in the role": (
         messages({"role": SURROGATE, "content": "x"}, USER, SAID),
-        "messages[0].role: not valid Unicode",
+        "the rendered chat is not valid Unicode",
     ),
     "surrogate that the template renders": (
         messages(USER, {"role": "assistant", "tool_calls": [{"name": SURROGATE}]}),
@@ -151,8 +151,7 @@ def mixed(models, tmp_path_factory):
 def test_a_bad_row_is_named_with_its_line_and_the_reason(mixed, name):
     start = f"{mixed.path}:{mixed.lines[name]}: "
     (said,) = [str(error) for error in mixed.skipped if str(error).startswith(start)]
-    reasons = BAD[name][1]
-    assert any(part in said for part in ([reasons] if isinstance(reasons, str) else reasons))
+    assert BAD[name][1] in said
     assert len(said) < 1000
 
 
@@ -178,34 +177,33 @@ def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys
     path = write_chats(GOOD, BAD["surrogate in the role"][0], GOOD)
     code, out = score(path, "--strict")
     assert code == 2
-    assert f"{path}:2: messages[0].role" in capsys.readouterr().err
+    assert f"{path}:2: the rendered chat" in capsys.readouterr().err
     assert not out.exists()
 
 
 FOREIGN = {
-    "utf-16": (json.dumps(GOOD).encode("utf-16"), "UTF-16 text; convert it to UTF-8"),
-    "gzip": (b"\x1f\x8b\x08\0", "a gzip archive; decompress it"),
-    "zip": (b"PK\x03\x04", "a zip archive; decompress it"),
+    "utf-16": "\n".join([json.dumps(GOOD)] * 3).encode("utf-16"),
+    "gzip": gzip.compress(line_of(GOOD)),
+    "nothing": b"",
 }
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(tmp_path, name):
-    content, message = FOREIGN[name]
     path = tmp_path / "chats.jsonl"
-    path.write_bytes(content + b"\n" + line_of(GOOD))
-    with pytest.raises(ScoreError, match=f"got {re.escape(message)}"):
+    path.write_bytes(FOREIGN[name])
+    with pytest.raises(ScoreError, match="no chat to score"):
         score_chats(path, "no model", "no model", tmp_path / "out")
 
 
-@pytest.mark.parametrize("path", ["none.jsonl", ".", "x" * 5000, "/dev/null"])
+@pytest.mark.parametrize("path", ["none.jsonl", ".", "x" * 5000, "nul\0"])
 def test_a_chats_file_that_is_no_file_is_named(tmp_path, path):
-    with pytest.raises(ScoreError, match="chats: expected a file"):
+    with pytest.raises(ScoreError, match="chats: cannot read"):
         score_chats(tmp_path / path, "no model", "no model", tmp_path / "out")
 
 
 def test_parquet_input_gives_the_same_tables(score, tmp_path):
-    found = [parse_chats(record)[0].messages for record in read_records(CHATS)]
+    found = [parse_chats(record)[0].messages for record in read_records(CHATS).rows]
     path = tmp_path / "chats.PARQUET"
     parquet.write_table(pyarrow.table({"messages": found}), path, row_group_size=16)
     _, out = score(CHATS)
@@ -238,10 +236,9 @@ def test_a_parquet_row_that_is_not_utf8_costs_that_row(score, tmp_path, capsys):
     assert [row["chat"] for row in rows(out / "chats.parquet")] == [1]
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1 but not really"])
-def test_a_broken_parquet_file_is_named(score, tmp_path, capsys, content):
+def test_a_broken_parquet_file_is_named(score, tmp_path, capsys):
     path = tmp_path / "chats.parquet"
-    path.write_bytes(content)
+    path.write_bytes(b"PAR1 but not really")
     code, _ = score(path)
     assert code == 2
-    assert f"{path}: not a readable Parquet file" in capsys.readouterr().err
+    assert f"chats: cannot read {path}: Parquet magic bytes not found" in capsys.readouterr().err

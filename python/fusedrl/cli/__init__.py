@@ -7,6 +7,7 @@ which is the end of its help: lines to paste into a shell, and the exit codes.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import select
@@ -53,7 +54,7 @@ exit codes:
 """
 
 # Modules that commands import and that a plain installation may lack, named as their packages.
-OPTIONAL = ("transformers", "tokenizers", "jinja2", "pyarrow", "rich", "matplotlib", "vllm")
+OPTIONAL = ("transformers", "tokenizers", "tqdm", "jinja2", "pyarrow", "rich", "matplotlib", "vllm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,12 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here rather than at exit, where an error could not be caught
-    except BrokenPipeError:
-        if sys.stdout is None or not _nobody_reads(sys.stdout):
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        broken = isinstance(error, BrokenPipeError)
+        if sys.stdout is None or not (full or (broken and _nobody_reads(sys.stdout))):
             raise
         # What is still buffered goes nowhere: Python would fail to flush it at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        if broken:
+            return 128 + signal.SIGPIPE
+        print(f"{named or 'fusedrl'}: cannot write the output: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _nobody_reads(stream: TextIO) -> bool:
@@ -114,7 +120,7 @@ def _run(argv: list[str], named: str | None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in OPTIONAL:
             raise
-        from fusedrl.cli.missing import requirement  # imports torch
+        from fusedrl.cli.info import requirement  # imports torch
 
         wanted = requirement(package)
         print(f'{named}: needs {package}: pip install "{wanted}"', file=sys.stderr)

@@ -49,7 +49,6 @@ def notes(results: Results) -> list[str]:
         for row in results.rows
         if row.failed
     ]
-    lines += results.warnings
     if results.interrupted is not None:
         lines.append(f"interrupted in {results.interrupted}, which is left out")
     return lines

@@ -26,7 +26,7 @@ from fusedrl.ops.cases import Case, cases_of
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
 
-ERROR_COLUMNS = ("value\nerror", "allowed", "gradient\nerror", "allowed")
+ERROR_COLUMNS = ("value\nerror", "allowed", "gradient\nerror", "allowed", "")
 LEGEND = (
     "An error is the largest difference from float64, relative to 1 + |value|.\n"
     f"Allowed is the error of the definition in the same dtype plus {TOLERANCE:.1e}.\n"
@@ -37,9 +37,8 @@ LEGEND = (
 
 EXAMPLES = """\
 examples:
-  fusedrl check             # a row for each op, and the cases that failed
-  fusedrl check -v          # a row for each case and dtype
-  fusedrl check --failed    # the cases that failed, and the summary
+  fusedrl check       # a row for each op, and the cases that failed
+  fusedrl check -v    # and a row for each case and dtype
 
 exit codes:
   0    no error is larger than what is allowed
@@ -75,9 +74,9 @@ class Result(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    rows = parser.add_mutually_exclusive_group()
-    rows.add_argument("-v", "--verbose", action="store_true", help="print a row for each case")
-    rows.add_argument("--failed", action="store_true", help="print only the cases that failed")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print a row for each case, too"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,16 +88,22 @@ def run(args: argparse.Namespace) -> int:
     for device in devices:
         results = list(check(device))
         failures = [result for result in results if not result.passed]
-        if not args.verbose and not args.failed:
-            console.print(_summary(device, results))
+        by_op = _table(f"op on {device}", "passed")
+        for op, group in _by_op(results):
+            passed = sum(result.passed for result in group)
+            worst = (_worst([r.forward for r in group]), _worst([r.gradient for r in group]))
+            by_op.add_row(op, f"{passed} of {len(group)}", *_shown(*worst, passed == len(group)))
+        console.print(by_op)
         for op, group in _by_op(results if args.verbose else failures):
-            console.print(_table(f"{op} on {device}", group))
+            by_case = _table("case", "dtype", title=f"{op} on {device}")
+            for result in group:
+                dtype = str(result.dtype).removeprefix("torch.")
+                shown = _shown(result.forward, result.gradient, result.passed)
+                by_case.add_row(result.case, dtype, *shown)
+            console.print(by_case)
         for why in sorted({result.failure for result in failures if result.failure}):
-            console.print(why, markup=False, highlight=False, soft_wrap=True)
-        console.print(
-            f"{device}: {len(results) - len(failures)} passed, {len(failures)} failed\n{LEGEND}",
-            highlight=False,
-        )
+            print(why)
+        print(f"{device}: {len(results) - len(failures)} passed, {len(failures)} failed\n{LEGEND}")
         failed += len(failures)
     return 1 if failed else 0
 
@@ -108,48 +113,27 @@ def _by_op(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
         yield op, list(group)
 
 
-def _summary(device: torch.device, results: list[Result]) -> Table:
-    """A row for each op: how many cases passed, and the errors of those nearest to failing."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # no wider than 80 columns
-    table.add_column(f"op on {device}", min_width=22)  # the longest name is not cut
-    for column in ("passed", *ERROR_COLUMNS, ""):
+def _table(first: str, *columns: str, title: str | None = None) -> Table:
+    """No wider than 80 columns; the first column has room for the longest name of an op."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, min_width=22)
+    for column in (*columns, *ERROR_COLUMNS):
         table.add_column(column)
-    for op, group in _by_op(results):
-        passed = sum(result.passed for result in group)
-        table.add_row(
-            op,
-            f"{passed} of {len(group)}",
-            *_shown(_worst([result.forward for result in group])),
-            *_shown(_worst([result.gradient for result in group])),
-            "[green]pass" if passed == len(group) else "[bold red]FAIL",
-        )
     return table
 
 
 def _worst(found: list[Errors | None]) -> Errors | None:
+    """The errors that are nearest to failing."""
     compared = [errors for errors in found if errors is not None]
     return max(compared, key=lambda errors: errors.kernel - errors.allowed, default=None)
 
 
-def _table(title: str, results: list[Result]) -> Table:
-    columns = ("case", "dtype", *ERROR_COLUMNS, "")
-    table = Table(
-        *columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for result in results:
-        table.add_row(
-            result.case,
-            str(result.dtype).removeprefix("torch."),
-            *_shown(result.forward),
-            *_shown(result.gradient),
-            "[green]pass" if result.passed else "[bold red]FAIL",
-        )
-    return table
-
-
-def _shown(errors: Errors | None) -> tuple[str, str]:
-    """The kernel's error and what is allowed, where a kernel ran."""
-    return (f"{errors.kernel:.1e}", f"{errors.allowed:.1e}") if errors else ("-", "-")
+def _shown(forward: Errors | None, gradient: Errors | None, passed: bool) -> list[str]:
+    """The last columns of a row: errors and what is allowed, where a kernel ran."""
+    cells = []
+    for errors in (forward, gradient):
+        cells += [f"{errors.kernel:.1e}", f"{errors.allowed:.1e}"] if errors else ["-", "-"]
+    return [*cells, "[green]pass" if passed else "[bold red]FAIL"]
 
 
 def check(device: torch.device) -> Iterator[Result]:

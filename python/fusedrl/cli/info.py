@@ -11,13 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import fusedrl
 from fusedrl import native
-from fusedrl.cli.missing import missing
 
-_PACKAGES = ("torchrl", "tensordict", "transformers", "triton", "numpy")
-_PACKAGES += ("ray", "trl", "peft", "vllm")
+# Package -> which part of fusedrl needs it.
+PACKAGES = {
+    "torchrl": "the torchrl classes, losses and collectors",
+    "tensordict": "the torchrl classes, losses and collectors",
+    "transformers": "log-probs of models",
+    "pyarrow": "fusedrl score and fusedrl demo",
+    "rich": "fusedrl check, score and demo",
+    "matplotlib": "the plots of fusedrl bench",
+    "peft": "adapters",
+    "trl": "patch_trl()",
+    "ray": "the classes for a Ray cluster",
+    "vllm": "weights of a vLLM engine",
+}
 _LIBRARIES = ("_C", "_C_cuda")
 
 EXAMPLES = """\
@@ -52,7 +64,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "fusedrl": fusedrl.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,  # with its build
-            **{name: _version(name) for name in _PACKAGES},
+            **{name: _version(name) or "not installed" for name in ("triton", "numpy", *PACKAGES)},
         },
         "machine": {
             "platform": platform.platform(),
@@ -67,11 +79,75 @@ def collect() -> dict[str, dict[str, Any]]:
     }
 
 
-def _version(package: str) -> str:
+def missing() -> dict[str, str]:
+    """What is missing -> what it is for, what there is instead, and the command that helps."""
+    found = {}
+    for package, purpose in PACKAGES.items():
+        installed, versions = _version(package), _versions(package)
+        if installed is None:
+            why = "not installed"
+        elif not versions.contains(installed, prereleases=True):
+            why = f"{installed} is installed, {_shown(versions)} is tested"
+        else:
+            continue
+        found[package] = f'{why}; needed for {purpose}: `pip install "{requirement(package)}"`'
+    return found | _missing_for_gpus()
+
+
+def requirement(package: str) -> str:
+    """What to tell pip to install of a package: versions that fusedrl works with."""
+    return package + _shown(_versions(package))
+
+
+def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None
+
+
+def _versions(package: str) -> SpecifierSet:
+    """The versions that fusedrl's own metadata allow."""
+    try:
+        lines = metadata.requires("fusedrl") or []
+    except metadata.PackageNotFoundError:  # fusedrl runs from a folder on PYTHONPATH
+        lines = []
+    allowed = (r.specifier for r in map(Requirement, lines) if r.name == package)
+    return next(allowed, SpecifierSet())
+
+
+def _shown(versions: SpecifierSet) -> str:
+    """The versions with the lower bound first."""
+    return ",".join(sorted(map(str, versions), reverse=True))
+
+
+def _missing_for_gpus() -> dict[str, str]:
+    """What the ops lack to run on a GPU, in the order in which to install it."""
+    found = {}
+    if torch.version.cuda is None:
+        version = torch.__version__.partition("+")[0]
+        found["CUDA build of torch"] = (
+            f"torch {torch.__version__} is installed; a CUDA build is needed for GPUs: "
+            f'`pip install --force-reinstall "torch=={version}"`, which on Linux is a build for '
+            "CUDA where the package index is PyPI"
+        )
+    elif not torch.cuda.is_available():
+        found["GPU"] = (
+            "torch finds none; needed for the CUDA kernels: `nvidia-smi` says what the driver sees"
+        )
+    if native.find("_C_cuda") is None:
+        found["CUDA kernels"] = (
+            "fusedrl was compiled without them; needed for GPUs: in a checkout, "
+            "`pip install --force-reinstall --no-deps -C cmake.define.FUSEDRL_CUDA=pypi .`, which "
+            "brings nvcc"
+        )
+    elif torch.version.cuda is not None and (error := native.load_error("_C_cuda")) is not None:
+        found["CUDA kernels"] = f"needed for GPUs: {error}"
+    else:
+        for index in range(torch.cuda.device_count()):
+            if (error := native.device_error(index)) is not None:
+                found[f"CUDA kernels for cuda:{index}"] = f"needed for this GPU: {error}"
+    return found
 
 
 def _cpu_model() -> str:
@@ -103,28 +179,20 @@ def _host() -> dict[str, Any]:
         "built for": ", ".join(f"{key} {fact}" for key, fact in _host.build_info().items() if fact),
         "cpu features": ", ".join(features) or "none beyond the baseline",
         "cpu levels": ", ".join(_host.cpu_levels()),
-        **_cpu_level(_host),
+        "cpu level": _cpu_level(_host),
     }
 
 
-def _cpu_level(host: Any) -> dict[str, str]:
-    """The level of the CPU kernels, who chose it, and how it multiplies gradients in bfloat16."""
+def _cpu_level(host: Any) -> str:
+    """The level of the CPU kernels, and who chose it."""
     best = host.cpu_levels()[-1]
     try:
         level = host.cpu_level()
     except RuntimeError as error:
-        return {"cpu level": f"none: {error}"}
+        return f"none: {error}"
     if os.environ.get("FUSEDRL_CPU_LEVEL"):
-        chosen = f"{level}, as FUSEDRL_CPU_LEVEL says; this CPU has up to {best}"
-    else:
-        chosen = f"{level}, the best of this CPU; FUSEDRL_CPU_LEVEL is not set"
-    if level != "avx512_bf16":
-        return {"cpu level": chosen}
-    return {
-        "cpu level": chosen,
-        "gradients of bfloat16 heads": "with the errors of float32 products; after "
-        'torch.set_float32_matmul_precision("medium") with those of plain torch, and faster',
-    }
+        return f"{level}, as FUSEDRL_CPU_LEVEL says; this CPU has up to {best}"
+    return f"{level}, the best of this CPU; FUSEDRL_CPU_LEVEL is not set"
 
 
 def _markdown(facts: dict[str, dict[str, Any]]) -> str:

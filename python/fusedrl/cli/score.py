@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from tqdm import tqdm
 
-from fusedrl.cli import alive, numbers
 from fusedrl.cli.console import Console
 from fusedrl.scoring import ChatError, ScoreError, Settings
+from fusedrl.scoring.chats import survey
 from fusedrl.scoring.errors import printable
-from fusedrl.scoring.inputs import check_inputs
-from fusedrl.scoring.records import Source, opened
-from fusedrl.scoring.settings import DTYPES, ESTIMATORS, TEMPERATURES
+from fusedrl.scoring.records import read_records
+from fusedrl.scoring.settings import DTYPES, ESTIMATORS
 
 if TYPE_CHECKING:
     from fusedrl.scoring import Summary
@@ -68,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=_temperature,
+        type=float,
         default=defaults.temperature,
         metavar="T",
         help="divide the logits of both models by this number (default: %(default)g)",
@@ -86,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-tokens-per-batch",
-        type=numbers.count,
+        type=int,
         default=defaults.max_tokens_per_batch,
         metavar="N",
         help="the most tokens of one forward pass (default: 512 on the CPU, more on a GPU)",
@@ -99,21 +97,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--context",
-        type=numbers.count,
+        type=int,
         default=defaults.context,
         metavar="N",
         help="the most tokens of a chat (default: the models' max_position_embeddings)",
     )
     parser.add_argument(
         "--report-chats",
-        type=numbers.count,
+        type=int,
         default=defaults.report_chats,
         metavar="N",
         help="how many chats report.html shows, the most drifted first (default: %(default)s)",
     )
     parser.add_argument(
         "--rollout-bound",
-        type=_bound,
+        type=float,
         default=defaults.rollout_bound,
         metavar="X",
         help="truncate the probability ratio of policy and engine at X, for chats with "
@@ -126,101 +124,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _temperature(text: str) -> float:
-    low, high = TEMPERATURES
-    with suppress(ValueError):
-        if low <= float(text) <= high:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected a number from {low:g} to {high:g}, got {text!r}")
-
-
-def _bound(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) <= TEMPERATURES[1]:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-
-
 def run(args: argparse.Namespace) -> int:
     """Score, with progress on stderr and the summary on stdout; returns the exit code."""
-    settings = Settings(
-        **{name: getattr(args, name) for name in Settings.__dataclass_fields__ if name in args}
-    )
-    return score_and_print(args.chats, args.policy, args.reference, args.out, settings)
+    options = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
+    return score_and_print(args.chats, args.policy, args.reference, args.out, options)
 
 
 def score_and_print(
-    chats: str | Path, policy: str, reference: str, out: Path, settings: Settings
+    chats: str | Path, policy: str, reference: str, out: Path, options: dict[str, Any]
 ) -> int:
-    """Run the job as the command does.
+    """Run the job as the command does; ``options`` are those of :class:`Settings`.
 
     Returns:
         The exit code: 0, 1 if chats were left out, 2 if the input is refused.
     """
     try:
-        with opened(chats) as source:
-            # Before the imports, which take seconds.
-            found = check_inputs(source, policy, reference, settings.chat_template)
-            errors = Console(stderr=True)
-            line = printable(f"{source.name}: {found.format}")
-            errors.print(line, markup=False, highlight=False, soft_wrap=True)
-            summary = _score(source, policy, reference, out, settings, found.chats, errors)
+        settings = Settings(**options)
+        # Before the imports, which take seconds.
+        records = read_records(chats)
+        found = survey(records)
+        print(f"{records.name}: {found.format}", file=sys.stderr)
+        from transformers.utils.logging import disable_progress_bar
+
+        from fusedrl.scoring.job import score_chats
+
+        disable_progress_bar()  # that of transformers, which would break up ours
+        # In a log, where each state of the bar stays, one in half a minute is enough.
+        interval = 0.1 if sys.stderr.isatty() else 30
+        with tqdm(desc="scoring", total=found.chats, unit="chat", mininterval=interval) as bar:
+
+            def on_skip(error: ChatError) -> None:
+                bar.write(f"{error}; skipped", file=sys.stderr)
+
+            summary = score_chats(
+                records, policy, reference, out, settings, on_skip=on_skip, on_progress=bar.update
+            )
     except ScoreError as error:
         print(f"score: {error}", file=sys.stderr)
         return 2
     _print_summary(summary, out, settings)
     return 1 if summary.skipped else 0
-
-
-def _score(
-    chats: Source,
-    policy: str,
-    reference: str,
-    out: Path,
-    settings: Settings,
-    expected: int,
-    errors: Console,
-) -> Summary:
-    """Run the job with a progress bar, or with a line from time to time where no one sees one."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from fusedrl.scoring.job import score_chats
-
-    disable_progress_bar()  # that of transformers, which would break up ours
-
-    def on_skip(error: ChatError) -> None:
-        errors.print(f"{error}; skipped", markup=False, highlight=False, soft_wrap=True)
-
-    with _progress(errors) as progress:
-        task = progress.add_task("scoring", total=expected)
-
-        def doing() -> str:
-            done = progress.tasks[0].completed
-            return f"{done:.0f} of {expected} chats" if done else "loading the models"
-
-        with alive.told("score", doing, terminal=errors.is_terminal):
-            return score_chats(
-                chats,
-                policy,
-                reference,
-                out,
-                settings,
-                on_skip=on_skip,
-                on_progress=lambda done: progress.advance(task, done),
-            )
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    shown = console.is_terminal
-    progress = Progress(*columns, console=console, transient=True, disable=not shown)
-    progress.start()
-    try:
-        yield progress
-    finally:
-        with suppress(OSError):  # a terminal that hung up takes no more text
-            progress.stop()
 
 
 def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
@@ -249,13 +192,12 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
         f"mean entropy {summary.mean('entropy_mean'):.3f} nats",
         *_answer_lines(summary),
         *_mismatch_line(summary, settings.rollout_bound),
-        *_report_lines(summary, settings, out),
+        *_report_line(summary, settings),
         f"{out / 'report.html'}, {out / 'chats.parquet'}, {out / 'tokens.parquet'}",
     ):
         # A terminal may not know every character of a path.
         shown = printable(line).encode(console.encoding, "backslashreplace")
-        text = shown.decode(console.encoding)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print(shown.decode(console.encoding))
 
 
 def _count(number: int, what: str) -> str:
@@ -269,7 +211,7 @@ def _answer_lines(summary: Summary) -> Iterator[str]:
             yield f"{answer}: {_count(len(own.rows), 'chat')}, mean KL {own.mean('kl_mean'):.4f}"
 
 
-def _report_lines(summary: Summary, settings: Settings, out: Path) -> Iterator[str]:
+def _report_line(summary: Summary, settings: Settings) -> Iterator[str]:
     from fusedrl.scoring.report import MAX_TOKENS
 
     asked = min(settings.report_chats, len(summary.rows))
@@ -278,8 +220,6 @@ def _report_lines(summary: Summary, settings: Settings, out: Path) -> Iterator[s
             f"report.html shows {summary.shown} of {_count(asked, 'chat')}: a page has at most "
             f"{MAX_TOKENS} tokens"
         )
-    if summary.replaced:
-        yield f"replaced {', '.join(summary.replaced)} of an earlier job in {out}"
 
 
 def _mismatch_line(summary: Summary, bound: float) -> Iterator[str]:

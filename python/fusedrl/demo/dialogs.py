@@ -25,11 +25,6 @@ def digits(answers: list[str]) -> torch.Tensor:
     return torch.tensor([sum(map(str.isdigit, text)) / max(len(text), 1) for text in said])
 
 
-def shuffled(answers: list[str]) -> torch.Tensor:
-    """The same rewards, each given to another answer of the group: nothing can be learned."""
-    return digits(answers)[torch.randperm(len(answers))]
-
-
 def write_answers(file: Path, batches: Iterable[dict[str, Any]]) -> None:
     """Write questions and answers as ``fusedrl score`` reads them.
 

@@ -55,7 +55,7 @@ def make_reference(folder: Path, *, steps: int = 100, seed: int = 0) -> None:
 
 def bundled_chats() -> list[Chat]:
     """The conversations in ``CHATS``."""
-    return [chat for record in read_records(CHATS) for chat in parse_chats(record)]
+    return [chat for record in read_records(CHATS).rows for chat in parse_chats(record)]
 
 
 def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFast:

@@ -1,10 +1,10 @@
 """Score conversations under a policy and a reference: the job behind ``fusedrl score``.
 
-``job`` runs the whole. ``settings`` has its options, and ``inputs`` checks the paths. ``records``
-reads the file, ``chats`` and ``messages`` check its conversations, ``tokenization`` makes tokens of
-them and finds those of the assistant, ``pretrained`` and ``checkpoint`` load and check the two
-models, and ``batch_scores`` computes the scores. ``tables`` and ``report`` write the results, and
-``output`` takes care that all files appear, or none.
+``job`` runs the whole, and ``settings`` has its options. ``records`` reads the file, ``chats``
+checks its conversations, ``tokenization`` makes tokens of them and finds those of the assistant,
+``pretrained`` and ``checkpoint`` load and check the two models, and ``batch_scores`` computes the
+scores. ``tables`` and ``report`` write the results, and ``output`` takes care that all files
+appear, or none.
 
 The job loads torch and transformers, on first use.
 """

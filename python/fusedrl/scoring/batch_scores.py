@@ -11,6 +11,7 @@ import torch
 from fusedrl.models import causal_log_probs
 from fusedrl.ops import Mismatch, importance_weights, token_kl
 from fusedrl.scoring.pretrained import ModelPair
+from fusedrl.scoring.settings import Settings
 from fusedrl.scoring.tokenization import TokenizedChat
 
 
@@ -34,25 +35,21 @@ class ScoredChat(NamedTuple):
 
 @torch.inference_mode()
 def score_batch(
-    models: ModelPair,
-    batch: Sequence[TokenizedChat],
-    estimators: Sequence[str],
-    temperature: float = 1.0,
-    max_tokens_per_forward: int | None = None,
-    rollout_bound: float = 2.0,
+    models: ModelPair, batch: Sequence[TokenizedChat], settings: Settings
 ) -> list[ScoredChat]:
-    """Compute both models' log-probs, the policy's entropy and the KL of every scored token.
-
-    For chats with rollout log-probs, ratios of tokens are truncated at ``rollout_bound``.
-    """
+    """Compute both models' log-probs, the policy's entropy and the KL of every scored token."""
     lengths = [len(chat.token_ids) for chat in batch]
     tokens = torch.tensor([token for chat in batch for token in chat.token_ids])
     turns = torch.tensor([turn for chat in batch for turn in chat.turns])
-    options = {"max_tokens_per_forward": max_tokens_per_forward, "temperature": temperature}
+    options = {
+        "max_tokens_per_forward": settings.max_tokens_per_batch,
+        "temperature": settings.temperature,
+    }
     policy = causal_log_probs(models.policy, tokens, lengths, turns >= 0, entropy=True, **options)
     reference = causal_log_probs(models.reference, tokens, lengths, turns >= 0, **options).log_probs
     assert policy.entropy is not None
     columns = {"policy": policy.log_probs, "reference": reference, "entropy": policy.entropy}
+    estimators = sorted({"k1", "k3", settings.estimator})
     for estimator in estimators:
         columns[estimator] = token_kl(policy.log_probs, reference, estimator=estimator).kl
     arrays = {name: column.cpu().split(lengths) for name, column in columns.items()}
@@ -62,11 +59,12 @@ def score_batch(
         own = {name: rows[i].numpy()[positions] for name, rows in arrays.items()}
         kl = {estimator: own.pop(estimator) for estimator in estimators}
         made = ScoredChat(chat, positions, own["policy"], own["reference"], own["entropy"], kl)
-        scored.append(made if chat.rollout is None else beside_rollout(made, rollout_bound))
+        bound = settings.rollout_bound
+        scored.append(made if chat.rollout is None else _beside_rollout(made, bound))
     return scored
 
 
-def beside_rollout(scored: ScoredChat, bound: float) -> ScoredChat:
+def _beside_rollout(scored: ScoredChat, bound: float) -> ScoredChat:
     """A copy of a chat with its mismatch, for ratios of tokens that are truncated at ``bound``.
 
     Only tokens that the engine did not report are left out. A NaN of the policy makes the mismatch

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import islice
+from contextlib import suppress
+from reprlib import Repr
 from typing import Any, NamedTuple
 
 import pyarrow
 
-from fusedrl.scoring.errors import ChatError, reason
-from fusedrl.scoring.messages import (
-    brief,
-    check_objects,
-    decoded,
-    looks_like_messages,
-    messages_of,
-)
-from fusedrl.scoring.records import Record, Source, count_records, kind_of, read_records, text_of
+from fusedrl.scoring.errors import ChatError, ScoreError, reason
+from fusedrl.scoring.records import Record, Records
+
+Messages = list[dict[str, Any]]
 
 # A token that is certain may have a log-prob of this much above 0, by the rounding of an engine.
 _ROUNDING = 1e-3
-_LARGEST = 1e30  # stays in float32
 # What the keys of a row say of it, in the order in which they are asked; the first that fits holds.
 _SHAPES = {
     ("chosen", "rejected"): "'chosen' and 'rejected', which are both scored",
@@ -29,9 +24,13 @@ _SHAPES = {
     ("conversations",): "'conversations'",
     ("prompt", "completion"): "'prompt' and 'completion'",
 }
-# Names that other data sets have for a prompt and its answer.
-_PROMPTS = ("prompt", "instruction", "question", "query", "input")
-_ANSWERS = ("completion", "output", "response", "answer")
+# Who speaks, in the words of ShareGPT and in those of chat templates.
+_SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation"), "tool"),
+}
 
 
 class Chat(NamedTuple):
@@ -44,7 +43,7 @@ class Chat(NamedTuple):
 
     where: str
     line: int
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[Any] | None
     rollout_log_probs: list[float] | None = None
     start: int = 0
@@ -58,22 +57,28 @@ class Survey(NamedTuple):
     format: str
 
 
-def survey(source: Source) -> Survey:
-    """Count the records of an input, and recognise their shape by the first that can be read.
+def survey(records: Records) -> Survey:
+    """Recognise the shape of an input by its first conversation.
 
     Raises:
-        ScoreError: the file cannot be read.
+        ScoreError: no row is a conversation.
     """
-    count = count_records(source)
-    for record in islice(read_records(source), 100):
+    refused = []
+    for record in records.rows:
         try:
-            shape = _shape(_parsed(record))
-        except ChatError:
-            continue
-        if shape is not None:
-            pairs = 2 if "chosen" in shape else 1
-            return Survey(count * pairs, f"{kind_of(source)} with {_SHAPES[shape]}")
-    return Survey(count, kind_of(source))
+            chats = parse_chats(record)
+        except ChatError as error:
+            refused.append(error)
+        else:
+            form = f"{records.format} with {_SHAPES[_shape(record.read())]}"
+            return Survey(len(records.rows) * len(chats), form)
+    raise nothing_to_score(records.name, refused)
+
+
+def nothing_to_score(name: str, skipped: list[ChatError]) -> ScoreError:
+    """The error of an input none of whose rows can be scored."""
+    first = f"; the first: {skipped[0]}" if skipped else ""
+    return ScoreError(f"{name}: no chat to score, {len(skipped)} skipped{first}")
 
 
 def parse_chats(record: Record) -> list[Chat]:
@@ -82,179 +87,178 @@ def parse_chats(record: Record) -> list[Chat]:
     Raises:
         ChatError: it has none of the shapes, or no assistant turn to score.
     """
-    row = _parsed(record)
-    shape = _shape(row)
-    if shape is None:
-        raise ChatError(record.where, _unknown(row, isinstance(record.raw, bytes)))
-    rollout = _log_probs(record.where, "rollout_log_probs", row.get("rollout_log_probs"))
-    tools = row.get("tools") or None
-    tools = _json(tools) if isinstance(tools, str) else tools
-    check_objects(record.where, "tools", tools)
-    if "chosen" in shape:
-        if rollout is not None:
-            raise ChatError(
-                record.where,
-                "rollout_log_probs: expected none beside two answers, got a list; write each "
-                "answer as a row of its own",
-            )
-        return [
-            Chat(f"{record.where} ({name})", record.line, messages, tools, None, start, name)
-            for name, messages, start in _preference(record.where, row)
-        ]
-    if "completion" in shape:
-        messages, start = _answered(record.where, row, "completion")
-    else:
-        messages, start = _with_system(row, messages_of(record.where, shape[0], row[shape[0]])), 0
-    _check_assistant(record.where, messages, start)
-    return [Chat(record.where, record.line, messages, tools, rollout, start)]
+    try:
+        row = record.read()
+    # UnicodeDecodeError is a ValueError; a date that is out of range raises an ArithmeticError.
+    except (ValueError, ArithmeticError, RecursionError, pyarrow.ArrowException) as error:
+        raise ChatError(record.where, f"unreadable line: {reason(error)}") from error
+    try:
+        return _chats(record, row)
+    except (ValueError, OverflowError) as error:
+        raise ChatError(record.where, str(error)) from error
 
 
-def _shape(row: Any) -> tuple[str, ...] | None:
-    if isinstance(row, dict):
-        for keys in _SHAPES:
-            if all(row.get(key) is not None for key in keys):
-                return keys
-    return None
+def _chats(record: Record, row: Any) -> list[Chat]:
+    """The chats of a row; a ``ValueError`` says what is wrong of it."""
+    keys = _shape(row)
+    tools = _json(row.get("tools")) or None
+    _check_objects("tools", tools)
+    rollout = _log_probs("rollout_log_probs", row.get("rollout_log_probs"))
+    if "chosen" not in keys:
+        messages, start = _conversation(row, keys[-1])
+        _check_assistant(keys[-1], messages, start)
+        return [Chat(record.where, record.line, messages, tools, rollout, start)]
+    if rollout is not None:
+        raise ValueError(
+            "rollout_log_probs: expected none beside two answers, got a list; write each answer as "
+            "a row of its own"
+        )
+    (chosen, at_chosen), (rejected, at_rejected) = (_conversation(row, key) for key in keys)
+    if row.get("prompt") is None:  # it is what the two have in common
+        longest = max(min(len(chosen), len(rejected)) - 1, 0)
+        differ = (i for i in range(longest) if _text(chosen[i]) != _text(rejected[i]))
+        at_chosen = at_rejected = next(differ, longest)
+    chats = []
+    for name, messages, start in zip(
+        keys, (chosen, rejected), (at_chosen, at_rejected), strict=True
+    ):
+        _check_assistant(name, messages, start)
+        where = f"{record.where} ({name})"
+        chats.append(Chat(where, record.line, messages, tools, None, start, name))
+    return chats
 
 
-def _preference(where: str, row: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]], int]]:
-    """Both answers: name, conversation, and where what the two do not share begins."""
-    (chosen, at_chosen), (rejected, at_rejected) = (
-        _answered(where, row, key) for key in ("chosen", "rejected")
+def _shape(row: Any) -> tuple[str, ...]:
+    for keys in _SHAPES:
+        if isinstance(row, dict) and all(row.get(key) is not None for key in keys):
+            return keys
+    raise ValueError(
+        'expected {"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"} or '
+        f'{{"chosen", "rejected"}}, got {_brief(row)}; rename its keys'
     )
-    if row.get("prompt") is None:
-        longest = min(len(chosen), len(rejected)) - 1
-        at_chosen = at_rejected = next(
-            (i for i in range(longest) if _text(chosen[i]) != _text(rejected[i])), max(longest, 0)
-        )
-    found = [("chosen", chosen, at_chosen), ("rejected", rejected, at_rejected)]
-    for name, messages, start in found:
-        _check_assistant(f"{where} ({name})", messages, start)
-    return found
 
 
-def _answered(where: str, row: dict[str, Any], key: str) -> tuple[list[dict[str, Any]], int]:
-    """The conversation of a prompt and an answer, and the number of the prompt's messages."""
-    answer = messages_of(where, key, row[key], "assistant")
-    if row.get("prompt") is None:
-        if isinstance(decoded(row[key]), str):
-            raise ChatError(
-                where,
-                f"{key}: expected a list of messages without a 'prompt', got {brief(row[key])}; "
-                "split it into 'prompt' and answer, or into messages",
-            )
-        return _with_system(row, answer), 0
-    prompt = messages_of(where, "prompt", row["prompt"], "user")
-    begun = list(map(_text, answer[: len(prompt)])) == list(map(_text, prompt))
-    if not begun and answer and answer[0]["role"] in ("user", "system"):
-        raise ChatError(
-            where,
-            f"{key}: expected what follows the prompt, or the whole conversation with the prompt "
-            f"first, got a conversation that begins with {brief(answer[0])}; leave out 'prompt'",
-        )
-    together = answer if begun else prompt + answer
-    whole = _with_system(row, together)
-    return whole, len(whole) - len(together) + len(prompt)
+def _conversation(row: dict[str, Any], key: str) -> tuple[Messages, int]:
+    """The conversation under a key of a row, and how many of its messages are a prompt."""
+    whole = key in ("messages", "conversations")
+    prompt = None if whole else row.get("prompt")
+    if prompt is None:
+        messages, start = _messages(key, row[key]), 0
+    else:
+        asked = _messages("prompt", prompt, "user")
+        messages, start = _messages(key, row[key], "assistant"), len(asked)
+        if list(map(_text, messages[:start])) != list(map(_text, asked)):
+            if messages and messages[0]["role"] in ("user", "system"):
+                raise ValueError(
+                    f"{key}: expected what follows the prompt, or the whole conversation with the "
+                    f"prompt first, got a conversation that begins with {_brief(messages[0])}; "
+                    "leave out 'prompt'"
+                )
+            messages = asked + messages
+    system = row.get("system")
+    begins = bool(messages) and messages[0]["role"] == "system"
+    if key == "messages" or begins or not isinstance(system, str) or not system:
+        return messages, start
+    return [{"role": "system", "content": system}, *messages], start + 1
 
 
 def _text(message: dict[str, Any]) -> tuple[Any, Any, Any]:
     return message["role"], message.get("content"), message.get("tool_calls")
 
 
-def _with_system(row: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages behind the row's ``system``, which other shapes than ``messages`` may have."""
-    system = row.get("system")
-    if not isinstance(system, str) or not system or row.get("messages") is not None:
-        return messages
-    if messages and messages[0]["role"] == "system":
-        return messages
-    return [{"role": "system", "content": system}, *messages]
-
-
-def _check_assistant(where: str, messages: list[dict[str, Any]], start: int) -> None:
-    if not messages:
-        raise ChatError(where, "empty chat: messages has no message")
-    roles = {message["role"]: None for message in messages[start:]}
+def _check_assistant(name: str, messages: Messages, start: int) -> None:
+    roles = [message["role"] for message in messages[start:]]
     if "assistant" not in roles:
-        raise ChatError(
-            where,
-            f"no assistant turn: the roles are {brief(list(roles))}, and only what an assistant "
-            "said is scored",
+        raise ValueError(
+            f"{name}: no assistant turn: the roles are {_brief(list(dict.fromkeys(roles)))}, and "
+            "only what an assistant said is scored"
         )
 
 
-def _unknown(row: Any, json_lines: bool) -> str:
-    """What is wrong of a row that has none of the shapes, and the line that converts it."""
-    expected = (
-        'expected {"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"} or '
-        f'{{"chosen", "rejected"}}, got {brief(row)}'
-    )
-    if looks_like_messages(row):
-        return f"{expected}; convert it: `jq -c '{{messages: .}}' FILE | fusedrl score - ...`"
-    if not isinstance(row, dict):
-        return expected
-    for key, value in row.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            made = f"{{messages: .{key}}}" if looks_like_messages(value) else f".{key}[]"
-            return f"{expected}; {_conversion(made, {key: 'messages'}, json_lines)}"
-    prompt = next((key for key in _PROMPTS if key in row), "PROMPT")
-    answer = next((key for key in _ANSWERS if key in row), "ANSWER")
-    made = f"{{prompt: .{prompt}, completion: .{answer}}}"
-    return f"{expected}; {_conversion(made, {prompt: 'prompt', answer: 'completion'}, json_lines)}"
+def _messages(name: str, value: Any, speaker: str | None = None) -> Messages:
+    """A list of messages, which may be written as JSON; a string is what ``speaker`` says."""
+    found = _json(value)
+    if found and isinstance(found, list) and all(map(_says_who_speaks, found)):
+        value = found
+    if isinstance(value, str) and speaker is not None:
+        value = [{"role": speaker, "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(
+            f'{name}: expected a list of messages, as in {{"{name}": [...]}}, got {_brief(value)}'
+        )
+    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
 
 
-def _conversion(made: str, names: dict[str, str], json_lines: bool) -> str:
-    if json_lines:
-        return f"convert it: `jq -c '{made}' FILE | fusedrl score - ...`"
-    return (
-        'rename its columns: `python -c "from pyarrow import parquet as p; '
-        f"t = p.read_table('FILE'); p.write_table(t.rename_columns([{names}.get(n, n) "
-        "for n in t.column_names]), 'chats.parquet')\"`"
-    )
+def _says_who_speaks(item: Any) -> bool:
+    return isinstance(item, dict) and ("role" in item or "from" in item)
 
 
-def _parsed(record: Record) -> Any:
-    try:
-        if not isinstance(record.raw, bytes):
-            return record.raw.to_pylist()[0]
-        return json.loads(text_of(record.raw), object_pairs_hook=_object)
-    except RecursionError as error:
-        raise ChatError(record.where, "unreadable line: nested too deeply") from error
-    # UnicodeDecodeError is a ValueError; a date that is out of range raises an ArithmeticError.
-    except (ValueError, ArithmeticError, pyarrow.ArrowException) as error:
-        raise ChatError(record.where, f"unreadable line: {reason(error)}") from error
+def _message(name: str, message: Any) -> dict[str, Any]:
+    if isinstance(message, dict) and message.get("role") is None and "from" in message:
+        speaker = message["from"]
+        if speaker not in list(_SPEAKERS):
+            known = ", ".join(_SPEAKERS)
+            raise ValueError(
+                f"{name}.from: expected one of {known}, got {_brief(speaker)}; rename it"
+            )
+        message = {"role": _SPEAKERS[speaker], "content": message.get("value")}
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f'{name}: expected {{"role", "content"}}, got {_brief(message)}')
+    content, calls = message.get("content"), message.get("tool_calls")
+    _check_objects(f"{name}.tool_calls", calls)
+    if isinstance(content, list):
+        content = "".join(_text_of_part(f"{name}.content", part) for part in content)
+    elif content is None and not calls:
+        raise ValueError(f"{name}: no content and no tool_calls")
+    elif not isinstance(content, str | None):
+        raise ValueError(f"{name}.content: expected a string, got {_brief(content)}")
+    # A Parquet struct has every key in every message; templates expect absent keys to be absent.
+    return {k: v for k, v in (message | {"content": content}).items() if v is not None}
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a key that occurs twice is refused, because it would hide the first value."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in made if keys.count(key) > 1)
-        raise ValueError(f"the key {brief(twice)} stands twice in one object")
-    return made
+def _text_of_part(name: str, part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise ValueError(f"{name}: expected text parts only, got {_brief(part)}")
+    return text
 
 
-def _json(text: str) -> Any:
-    """What a string holds as JSON, or the string."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+def _check_objects(name: str, value: Any) -> None:
+    """Refuse what is neither ``None`` nor a list of JSON objects."""
+    items = [] if value is None else value
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ValueError(f"{name}: expected a list of objects, got {_brief(value)}")
 
 
-def _log_probs(where: str, name: str, value: Any) -> list[float] | None:
+def _log_probs(name: str, value: Any) -> list[float] | None:
     if value is None:
         return None
     if not isinstance(value, list):
-        raise ChatError(where, f"{name}: expected a list of numbers, got {brief(value)}")
+        raise ValueError(f"{name}: expected a list of numbers, got {_brief(value)}")
     log_probs = [math.nan if item is None else item for item in value]
     for i, item in enumerate(log_probs):
-        number = isinstance(item, int | float) and not isinstance(item, bool)
-        if not number or item > _ROUNDING or (item < -_LARGEST and item != -math.inf):
-            raise ChatError(
-                where,
+        if not isinstance(item, int | float) or item > _ROUNDING:
+            raise ValueError(
                 f"{name}[{i}]: expected a log-prob, a number of at most 0 or null, "
-                f"got {brief(item)}",
+                f"got {_brief(item)}"
             )
     return [float(item) for item in log_probs]
+
+
+def _json(value: Any) -> Any:
+    """What a string holds as JSON, or the value as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+# The start of a value in an error, however large or deep the value is.
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 60
+_REPR.maxlevel = 3
+
+
+def _brief(value: Any) -> str:
+    text = _REPR.repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -14,12 +14,11 @@ import torch
 import fusedrl
 from fusedrl.ops import Mismatch
 from fusedrl.scoring.batch_scores import ScoredChat, score_batch
-from fusedrl.scoring.chats import parse_chats
-from fusedrl.scoring.errors import ChatError, ScoreError, printable, reason
-from fusedrl.scoring.inputs import check_inputs, read_template
-from fusedrl.scoring.output import publish, unfinished
-from fusedrl.scoring.pretrained import ModelPair, load_pair
-from fusedrl.scoring.records import Source, opened, read_records
+from fusedrl.scoring.chats import nothing_to_score, parse_chats, survey
+from fusedrl.scoring.errors import ChatError, printable, reason
+from fusedrl.scoring.output import whole_files
+from fusedrl.scoring.pretrained import ModelPair, load_pair, read_template
+from fusedrl.scoring.records import Records, read_records
 from fusedrl.scoring.report import HtmlReport
 from fusedrl.scoring.settings import Settings
 from fusedrl.scoring.tables import Tables
@@ -34,15 +33,13 @@ class Summary:
     """What a job did: a row for each chat, as in ``chats.parquet``, and the skipped chats.
 
     ``mismatch`` is over all tokens with a rollout log-prob, or ``None`` if there is no such token.
-    ``shown`` is how many chats the report has, and ``replaced`` names the files of an earlier job
-    that gave way.
+    ``shown`` is how many chats the report has.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[ChatError] = field(default_factory=list)
     mismatch: Mismatch | None = None
     shown: int = 0
-    replaced: list[str] = field(default_factory=list)
 
     def mean(self, column: str) -> float:
         """Mean over all scored tokens of a per-chat mean such as ``"kl_mean"``."""
@@ -51,14 +48,14 @@ class Summary:
 
 
 def score_chats(
-    chats: str | Path | Source,
+    chats: str | Path | Records,
     policy: str,
     reference: str,
     out: str | Path,
     settings: Settings | None = None,
     *,
     on_skip: Callable[[ChatError], None] = lambda error: None,
-    on_progress: Callable[[int], None] = lambda count: None,
+    on_progress: Callable[[], object] = lambda: None,
 ) -> Summary:
     """Score conversations under two models.
 
@@ -78,7 +75,7 @@ def score_chats(
         out: directory to write into; made if absent.
         settings: how to score; ``None`` for the defaults.
         on_skip: a function that is called with every chat that is skipped.
-        on_progress: a function that is called with the number of chats done, scored or skipped.
+        on_progress: a function that is called after every chat, scored or skipped.
 
     Raises:
         ScoreError: the vocabularies differ, a model or file does not load, or no chat can be
@@ -92,23 +89,17 @@ def score_chats(
         0.031
     """
     settings, out = settings or Settings(), Path(out)
-    with opened(chats) as source:
-        return _score(source, policy, reference, out, settings, on_skip, on_progress)
-
-
-def _score(
-    chats: Source,
-    policy: str,
-    reference: str,
-    out: Path,
-    settings: Settings,
-    on_skip: Callable[[ChatError], None],
-    on_progress: Callable[[int], None],
-) -> Summary:
-    template_path = settings.chat_template
-    inputs = [chats.path] if template_path is None else [chats.path, template_path]
-    found = check_inputs(chats, policy, reference, template_path)
-    template = read_template(template_path)
+    records = chats if isinstance(chats, Records) else read_records(chats)
+    facts = {
+        "chats": records.name,
+        "format": survey(records).format,
+        "policy": printable(str(policy)),
+        "reference": printable(str(reference)),
+        "estimator": settings.estimator,
+        "temperature": f"{settings.temperature:g}",
+    }
+    template = read_template(settings.chat_template)
+    inputs = [path for path in (records.path, settings.chat_template) if path is not None]
     summary = Summary()
 
     def skip(error: ChatError) -> None:
@@ -116,72 +107,42 @@ def _score(
             raise error
         summary.skipped.append(error)
         on_skip(error)
-        on_progress(1)
+        on_progress()
 
-    _check_some_chat(chats)
-    with unfinished(out, inputs) as folder:
+    with whole_files(out, inputs) as folder:
         models = load_pair(policy, reference, settings.device, settings.dtype, template)
-        facts = {
-            "chats": printable(chats.name),
-            "format": found.format,
-            "policy": printable(str(policy)),
-            "reference": printable(str(reference)),
-            "estimator": settings.estimator,
-            "temperature": f"{settings.temperature:g}",
-            "dtype": str(models.policy.dtype).removeprefix("torch."),
-            "device": str(models.device),
-            "fusedrl": fusedrl.__version__,
-        }
+        facts["dtype"] = str(models.policy.dtype).removeprefix("torch.")
+        facts |= {"device": str(models.device), "fusedrl": fusedrl.__version__}
         report = HtmlReport(
             facts, settings.estimator, settings.report_chats, settings.rollout_bound
         )
         mismatches: list[Mismatch] = []
         with Tables(folder, settings.estimator, facts) as tables:
-            tokenized = _tokenized(chats, models, template, settings.context, skip)
+            tokenized = _tokenized(records, models, template, settings.context, skip)
             while batch := list(islice(tokenized, BATCH)):
                 for scored in _scored(models, batch, settings, skip):
-                    tables.write(scored)
-                    report.add(scored)
+                    report.add(tables.write(scored), scored)
                     mismatches += [] if scored.mismatch is None else [scored.mismatch]
-                    on_progress(1)
+                    on_progress()
             if not tables.chats:
-                raise ScoreError(_nothing(chats, summary.skipped))
+                raise nothing_to_score(records.name, summary.skipped)
         summary.rows = tables.chats
         if mismatches:
             together = map(torch.cat, zip(*mismatches, strict=True))
             summary.mismatch = Mismatch._make(together).total()
         path = folder / "report.html"
         summary.shown = report.write(path, summary.rows, summary.skipped, summary.mismatch)
-        summary.replaced = publish(folder, out)
     return summary
 
 
-def _check_some_chat(chats: Source) -> None:
-    """Refuse a file without any conversation, so that no model is loaded for it."""
-    errors: list[ChatError] = []
-    for record in read_records(chats):
-        try:
-            parse_chats(record)
-        except ChatError as error:
-            errors.append(error)
-        else:
-            return
-    raise ScoreError(_nothing(chats, errors))
-
-
-def _nothing(chats: Source, skipped: list[ChatError]) -> str:
-    first = f"; the first: {skipped[0]}" if skipped else ""
-    return f"{chats.name}: no chat to score, {len(skipped)} skipped{first}"
-
-
 def _tokenized(
-    chats: Source,
+    records: Records,
     models: ModelPair,
     template: str | None,
     context: int | None,
     skip: Callable[[ChatError], None],
 ) -> Iterator[TokenizedChat]:
-    for record in read_records(chats):
+    for record in records.rows:
         try:
             found = parse_chats(record)
         except ChatError as error:
@@ -201,16 +162,8 @@ def _scored(
     skip: Callable[[ChatError], None],
 ) -> Iterator[ScoredChat]:
     """The scored chats of a batch, without those that a model refuses."""
-    estimators = sorted({"k1", "k3", settings.estimator})
     try:
-        yield from score_batch(
-            models,
-            batch,
-            estimators,
-            settings.temperature,
-            settings.max_tokens_per_batch,
-            settings.rollout_bound,
-        )
+        yield from score_batch(models, batch, settings)
     except (ValueError, IndexError, torch.OutOfMemoryError) as error:
         if len(batch) == 1:
             skip(ChatError(batch[0].chat.where, f"a model refuses the chat: {reason(error)}"))

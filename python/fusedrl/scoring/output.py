@@ -14,8 +14,10 @@ FILES = ("tokens.parquet", "chats.parquet", "report.html")
 
 
 @contextmanager
-def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
-    """A directory inside ``out`` for the files of one job, which is removed after the block.
+def whole_files(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
+    """A directory inside ``out`` for the files of one job, which move to ``out`` after the block.
+
+    A block that raises moves none; the directory is removed in any case.
 
     Args:
         out: the output directory, made if absent; removed again if it stays empty.
@@ -28,30 +30,17 @@ def unfinished(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
         _check_replaceable(out, inputs)
         missing = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out)
+        unfinished = tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out)
     try:
-        with folder as name:
-            yield Path(name)
+        with unfinished as folder:
+            yield Path(folder)
+            with explain_write_errors(out):
+                for name in FILES:
+                    Path(folder, name).replace(out / name)
     finally:
         with suppress(OSError):
             for made in missing:
                 made.rmdir()
-
-
-def publish(folder: Path, out: Path) -> list[str]:
-    """Move the files of a job to their place.
-
-    Returns:
-        The names of files that were there before.
-
-    Raises:
-        ScoreError: a file cannot be moved.
-    """
-    with explain_write_errors(out):
-        replaced = [name for name in FILES if (out / name).exists()]
-        for name in FILES:
-            (folder / name).replace(out / name)
-    return replaced
 
 
 @contextmanager
@@ -68,10 +57,6 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 
 
 def _check_replaceable(out: Path, inputs: Sequence[Path]) -> None:
-    if out.exists() and not out.is_dir():
-        raise ScoreError(
-            f"out: expected a directory or a new name, got the file {out}; choose another name"
-        )
     for target in (out / name for name in FILES):
         if target.is_dir():
             raise ScoreError(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jinja2 import TemplateSyntaxError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -49,17 +48,14 @@ def load_pair(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_device(device)
-    if dtype == "auto" and torch.device(device).type == "cpu":
+    if dtype == "auto" and device.startswith("cpu"):
         dtype = "float32"
     tokenizer = _load(AutoTokenizer, "policy", policy)
     _check_same_vocabulary(tokenizer, _load(AutoTokenizer, "reference", reference))
-    if not getattr(tokenizer, "is_fast", False):
+    if template is None and not tokenizer.chat_template:
         raise ScoreError(
-            f"policy: expected a fast tokenizer, which knows where each token lies in the text, "
-            f"got {type(tokenizer).__name__}; save a tokenizer.json beside the model"
+            f"policy: the tokenizer of {policy!r} has no chat template; pass --chat-template FILE"
         )
-    _check_template(tokenizer, policy, template)
     models = [
         _model(role, name, device, dtype, tokenizer)
         for role, name in (("policy", policy), ("reference", reference))
@@ -71,31 +67,27 @@ def load_pair(
     return ModelPair(models[0], models[1], tokenizer, torch.device(device), context)
 
 
-def _check_device(device: str) -> None:
+def read_template(path: Path | None) -> str | None:
+    """The text of a chat template; ``None`` without a path.
+
+    Raises:
+        ScoreError: the file cannot be read, is not UTF-8, or is empty.
+    """
+    if path is None:
+        return None
     try:
-        torch.ones(1, device=device).item()  # Memory that cannot be read, as meta's, does not do.
-    except Exception as error:  # Each kind of device has its own.
+        # A byte order mark would be rendered at the start of every chat, so it is dropped.
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise ScoreError(
-            f"device: cannot compute on {device!r}: {reason(error)}; 'cpu' is always there"
+            f"chat_template: cannot read {path}: {reason(error)}; pass a Jinja template in UTF-8"
         ) from error
-
-
-def _check_template(tokenizer: PreTrainedTokenizerBase, policy: str, template: str | None) -> None:
-    if template is None and not tokenizer.chat_template:
+    if not text.strip():
         raise ScoreError(
-            f"policy: the tokenizer of {policy!r} has no chat template; pass --chat-template FILE"
+            f"chat_template: expected a Jinja template, got the empty file {path}; "
+            "leave it out for the policy's own"
         )
-    try:
-        tokenizer.get_chat_template(template)
-        tried = [{"role": "user", "content": ""}]
-        tokenizer.apply_chat_template(tried, chat_template=template, tokenize=False)
-    except TemplateSyntaxError as error:
-        name = "policy: the chat template" if template is None else "chat_template: the file"
-        raise ScoreError(
-            f"{name} is no Jinja template: line {error.lineno}: {reason(error)}; correct that line"
-        ) from error
-    except Exception:
-        pass  # it compiles; whether it can render a conversation depends on the conversation
+    return text
 
 
 def _model(
@@ -109,7 +101,8 @@ def _model(
     try:
         model = model.eval().to(device)
         width = check_causal(role, name, model, tokenizer)
-    except RuntimeError as error:  # No memory, or a kernel that the device does not have.
+    # No such device, which a CPU build asserts; no memory; or no such kernel for the device.
+    except (RuntimeError, AssertionError) as error:
         raise ScoreError(
             f"{role}: {name!r} cannot compute on {device}: {reason(error)}; "
             "try another --device or --dtype"

@@ -17,7 +17,7 @@ from fusedrl.ops import Mismatch
 from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.output import explain_write_errors
-from fusedrl.scoring.tables import chat_row, mismatch_row
+from fusedrl.scoring.tables import mismatch_row
 
 # Each cell of a token takes about 250 bytes; browsers are slow beyond some ten thousands of them.
 MAX_TOKENS = 30_000
@@ -57,12 +57,12 @@ class HtmlReport:
         self._kl: list[numpy.ndarray] = []
         self._log_ratios: list[numpy.ndarray] = []
 
-    def add(self, scored: ScoredChat) -> None:
-        """Add one chat."""
+    def add(self, row: dict[str, Any], scored: ScoredChat) -> None:
+        """Add one chat and its row of ``chats.parquet``."""
         self._kl.append(scored.kl[self._estimator])
         if scored.rollout is not None:
             self._log_ratios.append(_log_ratios(scored))
-        self._kept.append((chat_row(scored, self._estimator), scored))
+        self._kept.append((row, scored))
         if len(self._kept) > 2 * self._limit:
             self._prune()
 

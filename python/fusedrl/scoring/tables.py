@@ -94,11 +94,12 @@ class Tables:
             with suppress(OSError):
                 self._file.close()
 
-    def write(self, scored: ScoredChat) -> None:
-        """Append one chat to both tables."""
+    def write(self, scored: ScoredChat) -> dict[str, Any]:
+        """Append one chat to both tables, and return its row of ``chats.parquet``."""
         with explain_write_errors(self._folder / "tokens.parquet"):
             self._tokens.write_table(_token_rows(scored, self._estimator, self._tokens.schema))
         self.chats.append(chat_row(scored, self._estimator))
+        return self.chats[-1]
 
     def _finish(self) -> None:
         with explain_write_errors(self._folder / "tokens.parquet"):
