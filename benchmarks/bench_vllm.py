@@ -43,8 +43,8 @@ def update_case(dtype: torch.dtype, layers: int) -> Iterator[Case]:
         with (
             engine(folder, dtype) as llm,
             WeightChannel.create(model) as channel,
-            EngineWeights(channel, llm) as weights,
         ):
+            weights = EngineWeights(channel, llm)
             copies = [torch.empty_like(p) for p in model.parameters()]
 
             def checkpoint(model: Any) -> None:

@@ -81,8 +81,8 @@ def measure(dtype: torch.dtype) -> dict[str, float]:
         with (
             engine(folder, dtype) as llm,
             WeightChannel.create(model) as channel,
-            EngineWeights(channel, llm) as weights,
         ):
+            weights = EngineWeights(channel, llm)
             weights.update()
             [first] = llm.collective_rpc(parts)
             found = [llm.collective_rpc(parts)[0] for _ in range(UPDATES)]

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from fusedrl.channel.sources import Place, PrefixChange, match_prefixes, places_of
+from fusedrl.channel.sources import Place, Reading, match_prefixes, places_of
 from fusedrl.channel.tensors import (
     DTYPES,
     castable,
@@ -266,22 +266,22 @@ class Layout:
         return self._brought(weights, True, "policy", "give them the policy's names and shapes")
 
     def _brought(self, weights: Any, partial: bool, whose: str, remedy: str) -> dict[str, Place]:
-        places, reading = self._collected(weights)
+        places, (off, on) = self._collected(weights)
         required = self.stored
         if partial:  # if no entry is known to be a parameter, each of them may be one
             parameters = [entry for entry in required if entry.kind == "parameter"]
-            required = (parameters or required) if reading else ()
+            required = (parameters or required) if off or on else ()
         copies, differences = self.compared(places, "weights", required)
         if not differences:
             differences = [
                 d for e in self.stored if copies[e.name][1:] for d in _untied(e, copies[e.name])
             ]
-        if reading:
-            remedy = f"{remedy}; names are read {reading}"
+        if off or on:
+            remedy = f"{remedy}; names are read with {on!r} before them in place of {off!r}"
         refuse_differences("weights", differences, remedy, whose)
         return {name: same[0] for name, same in copies.items() if same}
 
-    def _collected(self, weights: Any) -> tuple[Mapping[str, Place], PrefixChange]:
+    def _collected(self, weights: Any) -> tuple[Mapping[str, Place], Reading]:
         """The places of weights by this layout's names, and how their own names were changed."""
         try:
             places = places_of(weights, self.merged)
@@ -290,9 +290,10 @@ class Layout:
                 raise
             places = places_of(weights)  # the caller has merged them
         reading = match_prefixes(places, {*self.view_of, *self.transient})
-        if not reading:
+        if not any(reading):
             return places, reading
-        renamed = [replace(place, name=reading(name)) for name, place in places.items()]
+        off, on = reading
+        renamed = [replace(p, name=on + name.removeprefix(off)) for name, p in places.items()]
         return {place.name: place for place in renamed}, reading
 
     def compared(

@@ -163,17 +163,11 @@ class WeightReader:
         self, version: int, limit: float, state: _host.PublisherState
     ) -> RuntimeError | TimeoutError:
         publisher = f"the publisher (pid {self._end.publisher_pid()})"
-        got = f"got {self.version}" if self.version is not None else "got none"
-        if state == _host.PublisherState.open and self.version is None:
-            return TimeoutError(
-                f"version: expected {f'{version} or later' if version else 'a first one'} within "
-                f"{limit} s, got none; {publisher} runs and has published nothing yet: call "
-                "publish() there, or raise timeout"
-            )
+        got = "got none" if self.version is None else f"got {self.version}"
         if state == _host.PublisherState.open:
             return TimeoutError(
                 f"version: expected {version} or later within {limit} s, {got}; {publisher} runs: "
-                "raise timeout, or see what it waits for"
+                "call publish() there, or raise timeout"
             )
         ended = "closed the channel" if state == _host.PublisherState.closed else "is dead"
         return RuntimeError(

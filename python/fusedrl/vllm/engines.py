@@ -23,8 +23,6 @@ InFlight = Literal["recompute", "wait"]
 _LOADING = 60.0
 # Seconds within which the end of an engine is noticed.
 _ALIVE = 0.5
-# Seconds in which a server says whether its engine runs.
-_HEALTH = 5.0
 _ENDED = (
     "engine: expected one that runs, got one that has ended during the call; start a new one: its "
     "log says why it ended"
@@ -70,11 +68,7 @@ class Engine:
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
-        return _answer_in_thread(lambda: call(*args), self._end)
-
-    def _end(self) -> str | None:
-        """What to say of an engine that has ended; ``None`` while it runs."""
-        raise NotImplementedError
+        return call(*args)
 
     async def forget(self) -> None:
         """Drop everything computed with the former weights, that of running requests included."""
@@ -126,8 +120,8 @@ def _check_backend(vllm_config: Any) -> None:
         )
 
 
-def _answer_in_thread(call: Callable[[], Any], end: Callable[[], str | None]) -> Any:
-    """Make a call that may never return, and raise what ``end`` says once it says something."""
+def _answer_in_thread(call: Callable[[], Any], has_ended: Callable[[], bool]) -> Any:
+    """Make a call that never returns if the engine ends meanwhile, and raise an error then."""
     answer: Future[Any] = Future()
 
     def wait() -> None:
@@ -138,8 +132,8 @@ def _answer_in_thread(call: Callable[[], Any], end: Callable[[], str | None]) ->
 
     threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
     while not wait_for([answer], timeout=_ALIVE).done:
-        if (ended := end()) and not wait_for([answer], timeout=_ALIVE).done:
-            raise RuntimeError(ended)
+        if has_ended() and not wait_for([answer], timeout=_ALIVE).done:
+            raise RuntimeError(_ENDED)
     return answer.result()
 
 
@@ -162,10 +156,9 @@ class Offline(Engine):
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call; an engine in this process has to be called by this thread."""
-        return call(*args) if runs_in_this_process(self._llm) else await super().ask(call, *args)
-
-    def _end(self) -> str | None:
-        return _ENDED if offline_engine_has_ended(self._llm) else None
+        if runs_in_this_process(self._llm):
+            return call(*args)
+        return _answer_in_thread(lambda: call(*args), lambda: offline_engine_has_ended(self._llm))
 
 
 class InLoop(Engine):
@@ -227,23 +220,6 @@ class Server(Engine):
         drop = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
         self.drop_keys = lambda: json.loads(self._post(drop))["success"]
         self.drop_encoded = lambda: self._post("reset_encoder_cache")
-
-    def _end(self) -> str | None:
-        if self._is_healthy():
-            return None
-        return (
-            f"engine: expected one that runs behind {self._server}, got a server whose engine has "
-            "ended; its log says why: start it again"
-        )
-
-    def _is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self._server}/health", timeout=_HEALTH):
-                return True
-        except TimeoutError:
-            return True  # busy
-        except (OSError, http.client.HTTPException) as error:
-            return isinstance(getattr(error, "reason", None), TimeoutError)
 
     def _get(self, path: str) -> Any:
         return json.loads(self._request("GET", path, None))

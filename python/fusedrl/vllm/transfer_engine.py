@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket as sockets
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -54,7 +53,6 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
         pid: the publisher's process id, as the engine's processes see it.
         fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
-        socket: path of a Unix socket that passes the channel, where the engine sees other pids.
         lease: the fields of a :class:`VersionLease`, with which an update begins.
         stays: whether a server, which is paused next, stays paused after the update.
         load: the version that is leased, to load it.
@@ -64,7 +62,6 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
     pid: int
     fd: int
     session: str = field(repr=False)
-    socket: str | None = None
     lease: dict[str, Any] | None = None
     stays: bool | None = None
     load: int | None = None
@@ -172,7 +169,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             leased.pop_all()
         self._lease = taken
         if wanted.server is not None and ranks.rank == 0:
-            fields = {name: getattr(address, name) for name in ("pid", "fd", "session", "socket")}
+            fields = {name: getattr(address, name) for name in ("pid", "fd", "session")}
             self._guard = PauseGuard(
                 wanted.server, fields, wanted.version, reader.is_publisher_dead
             )
@@ -228,7 +225,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         with contextlib.ExitStack() as opened:
 
             def check() -> tuple[WeightReader, ModelWeights]:
-                reader = opened.enter_context(_opened(address))
+                reader = opened.enter_context(
+                    WeightHandle(address.pid, address.fd, address.session).open()
+                )
                 check_connectors(self.vllm_config)
                 return reader, ModelWeights(self.model, self.vllm_config, reader.layout)
 
@@ -242,21 +241,6 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         self.shutdown()
         self._reader, self._weights, self._loaded = reader, weights, None
         return True
-
-
-def _opened(address: ChannelMessage) -> WeightReader:
-    handle = WeightHandle(address.pid, address.fd, address.session)
-    if address.socket is None:
-        return handle.open()
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as socket:
-        try:
-            socket.connect(address.socket)
-        except OSError as error:
-            raise RuntimeError(
-                f"socket: expected the trainer's Unix socket at {address.socket}, got "
-                f"{error.strerror or error}; mount its folder into the engine's container"
-            ) from error
-        return handle.open(socket)
 
 
 def check_used(unused: set[str]) -> bool:

@@ -45,7 +45,6 @@ class Updates:
         newest: returns the version that is published last.
         engine: the engine.
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
-        socket: path of the Unix socket that passes the channel, if the engine sees other pids.
         timeout: seconds that the engine's workers wait for a version.
 
     Attributes:
@@ -59,11 +58,10 @@ class Updates:
         engine: Engine,
         *,
         in_flight: InFlight = "recompute",
-        socket: str | None = None,
         timeout: float = 60.0,
     ) -> None:
         self.version: int | None = None
-        self._address = asdict(handle) if socket is None else {**asdict(handle), "socket": socket}
+        self._address = asdict(handle)
         self._newest = newest
         self._engine = engine
         self._in_flight: InFlight = in_flight
