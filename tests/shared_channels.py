@@ -223,7 +223,7 @@ class _Engine(Engine):
 
     def _tell(self, message: dict[str, Any]) -> None:
         if "lease" in message:
-            with self.reader.lease(min_version=message["lease"]["version"]) as lease:
+            with self.reader.lease(min_version=message["lease"]) as lease:
                 if lease.version == self.refused:
                     raise RuntimeError("weights: expected others; publish them")
                 self.leased = lease.version

@@ -15,11 +15,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.collectors.llm import LLMCollector
 from weights_workers import Ones, make_policy
 
-from fusedrl import (
-    MultiProcessedRemoteWeightUpdate,
-    RayRemoteWeightUpdater,
-    VanillaLocalWeightUpdater,
-)
+from fusedrl import MultiProcessedRemoteWeightUpdate, VanillaLocalWeightUpdater
 
 CPU = torch.device("cpu")
 
@@ -75,7 +71,6 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(weights, error)
 
 
 def test_timeouts_that_do_not_end_a_wait_are_refused():
-    weights = TensorDict({"w": torch.ones(2)})
     for timeout in (-1, float("inf")):
         with pytest.raises(ValueError, match="timeout: expected a finite number of seconds"):
             MultiProcessedRemoteWeightUpdate(None, {}, timeout=timeout)

@@ -21,14 +21,13 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import Manifest, Memory
+from fusedrl.channel.memory import Manifest, Memory, reserve
 from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
     publish_together,
     rendezvous_of,
 )
-from fusedrl.channel.reservation import reserve
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
 
 # Seconds within which the death of a reader is noticed.

@@ -41,16 +41,11 @@ class WeightHandle:
                 f"max_readers: expected fewer than {error} open readers, got all; close some, or "
                 "create the channel with more"
             ) from None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"handle: expected a running publisher with pid {self.pid}, with its channel open, "
-                f"of this user and seen by this process, got '{error.strerror}'; take a new handle "
-                "from a publisher that runs, and let containers share process ids"
-            ) from error
-        except ValueError as error:
-            raise RuntimeError(
-                f"handle: expected a running publisher with pid {self.pid}, of this session, got "
-                f"{error}; take a new handle from the publisher"
+                f"of this user and seen by this process, got '{error}'; take a new handle from a "
+                "publisher that runs, and let containers share process ids"
             ) from error
         try:
             return WeightReader(end, self.session)

@@ -55,10 +55,6 @@ class Entry:
         """Bytes without padding."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def described(self) -> str:
-        """Dtype and shape for messages."""
-        return described(self)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -198,32 +194,8 @@ class Layout:
 
     def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
         """A tensordict of :meth:`views`, nested by the dots of the names; tied names share one."""
-        nested: dict[str, Any] = {}
-        for name, index in self.view_of.items():
-            *path, last = name.split(".")
-            node = nested
-            for part in path:
-                node = node.setdefault(part, {})
-            node[last] = views[index]
-        return TensorDict(nested)
-
-    def named(self, weights: Any) -> dict[str, Tensor]:
-        """The tensors to copy into :meth:`views`, by the names of :attr:`stored`, in their order.
-
-        Args:
-            weights: weights with this layout's names, shapes and kinds of dtype; device, strides
-                and width of floats may differ. Sharded tensors are made whole, which is a
-                collective that every rank has to call. All names may have, or lack, the prefix of
-                a wrapper around the model. One of several tied names is enough; where there are
-                more, they may be separate tensors of equal values.
-
-        Raises:
-            TypeError: an entry that is no plain tensor.
-            ValueError: the weights differ from this layout, or the values of tied names differ; the
-                message lists the differences.
-        """
-        matched = self.matched(weights)
-        return {e.name: place.value() for e, place in zip(self.stored, matched, strict=True)}
+        weights = TensorDict({name: views[index] for name, index in self.view_of.items()})
+        return weights.unflatten_keys(".")
 
     @torch.no_grad()
     def write(self, places: Sequence[Place], views: Sequence[Tensor] | None) -> None:
@@ -250,9 +222,21 @@ class Layout:
                 del value  # before the next one is made
 
     def matched(self, weights: Any) -> list[Place]:
-        """The places of the tensors that :meth:`named` returns; nothing is computed yet.
+        """The places of what :meth:`write` copies into the views, in their order.
 
-        Values are read only where the layout ties names that are separate tensors in ``weights``.
+        Nothing is computed yet, and values are read only where the layout ties names that are
+        separate tensors in ``weights``.
+
+        Args:
+            weights: weights with this layout's names, shapes and kinds of dtype; device, strides
+                and width of floats may differ. All names may have, or lack, the prefix of a wrapper
+                around the model. One of several tied names is enough; where there are more, they
+                may be separate tensors of equal values.
+
+        Raises:
+            TypeError: an entry that is no plain tensor.
+            ValueError: the weights differ from this layout, or the values of tied names differ; the
+                message lists the differences.
         """
         remedy = "publish those of the model that it was created from"
         return list(self._brought(weights, False, "channel", remedy).values())
@@ -318,11 +302,11 @@ class Layout:
                 got = place.tensor
                 if tuple(got.shape) != entry.shape or not converts(got.dtype, entry.dtype):
                     differences.append(
-                        f"{entry.name}: expected {entry.described()}, got {described(got)}"
+                        f"{entry.name}: expected {described(entry)}, got {described(got)}"
                     )
         # A tied name may be missing, because one of them gives the value of all.
         differences += [
-            f"{entry.name}: expected {entry.described()}, got no such entry"
+            f"{entry.name}: expected {described(entry)}, got no such entry"
             for entry in required
             if not copies[entry.name]
         ]

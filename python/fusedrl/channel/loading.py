@@ -191,7 +191,7 @@ def _places(module: nn.Module, layout: Layout) -> tuple[list[Place], list[tuple[
     places = {place.name: place for place in module_places(module)}
     _, differences = layout.compared(places, "module", layout.stored)
     differences += [
-        f"{entry.name}: expected {entry.described()}, got no such entry"
+        f"{entry.name}: expected {described(entry)}, got no such entry"
         for entry in layout.entries
         if entry.tied_to is not None and entry.name not in places
     ]

@@ -75,6 +75,11 @@ class Lease(_host.Lease):
             keeps: in alias mode, lease the version for as long as a parameter lies in its memory.
                 Otherwise it has to be held while the module computes.
         """
+        if mode not in ("alias", "copy"):
+            raise ValueError(
+                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
+                "keeps the addresses of the parameters"
+            )
         if mode == "copy":
             target.copy(self.reader._views(self.slot))
         elif keeps:
@@ -106,7 +111,7 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        self.memory: Memory = _open_memory(manifest, end)
+        self.memory: Memory = manifest.open(end)
         self.device = self.memory.device
         self._slots: dict[int, _SlotViews] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
@@ -275,16 +280,6 @@ class WeightReader:
                 keeps the version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
-        if mode not in ("alias", "copy"):
-            raise ValueError(
-                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
-                "keeps the addresses of the parameters"
-            )
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module: expected a module, got {type(module).__name__}; pass the torch.nn.Module "
-                "that computes with the weights"
-            )
         target = self._targets.get(module)
         if target is None:
             target = self._targets[module] = Target(module, self.layout)
@@ -323,12 +318,3 @@ class WeightReader:
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"
         )
-
-
-def _open_memory(manifest: Manifest, end: _host.Reader) -> Memory:
-    """The slots that a channel's manifest describes, in a reader's process."""
-    if manifest.memory["kind"] == "cuda":
-        from fusedrl.channel.cuda import CudaMemory
-
-        return CudaMemory.open(manifest.memory)
-    return Memory(end, end.slot_count(), manifest.layout.nbytes)

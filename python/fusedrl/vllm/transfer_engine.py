@@ -31,21 +31,6 @@ _RUNS = ("compute_logits", "forward")
 
 
 @dataclass
-class VersionLease:
-    """Which version the workers of an engine are to lease.
-
-    Attributes:
-        version: the version to lease; another one would get a wrong number in the engine.
-        timeout: seconds to wait for it; the channel's own if ``None``.
-        server: the address of a server, which outlives its trainer; ``None`` for another engine.
-    """
-
-    version: int
-    timeout: float | None = None
-    server: str | None = None
-
-
-@dataclass
 class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
     """A message of a trainer: the address of its channel, as plain JSON, and what to do with it.
 
@@ -53,7 +38,10 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
         pid: the publisher's process id, as the engine's processes see it.
         fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
-        lease: the fields of a :class:`VersionLease`, with which an update begins.
+        lease: the version that all workers are to lease, with which an update begins; another one
+            would get a wrong number in the engine.
+        timeout: seconds to wait for it; the channel's own if ``None``.
+        server: the address of a server, which outlives its trainer; ``None`` for another engine.
         stays: whether a server, which is paused next, stays paused after the update.
         load: the version that is leased, to load it.
         over: the update has ended.
@@ -62,7 +50,9 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
     pid: int
     fd: int
     session: str = field(repr=False)
-    lease: dict[str, Any] | None = None
+    lease: int | None = None
+    timeout: float | None = None
+    server: str | None = None
     stays: bool | None = None
     load: int | None = None
     over: bool = False
@@ -102,7 +92,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             Exception: an error of vLLM's model while it is loaded, which then refuses to run.
         """
         if init_info.lease is not None:
-            self._take_lease(init_info, VersionLease(**init_info.lease))
+            self._take_lease(init_info, init_info.lease)
         elif init_info.load is not None:
             self._load(init_info.session, init_info.load)
         elif init_info.over:
@@ -133,15 +123,15 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         if reader is not None:
             reader.close()
 
-    def _take_lease(self, address: ChannelMessage, wanted: VersionLease) -> None:
+    def _take_lease(self, address: ChannelMessage, version: int) -> None:
         """Open the channel, and lease a version; each on all ranks or none."""
         ranks, guard = Ranks.of_this_process(), self._guard
 
         def check() -> bool:
             if guard is not None and guard.is_watching and guard.session != address.session:
                 raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
-            if wanted.server is not None and ranks.rank == 0:
-                check_reachable(wanted.server)
+            if address.server is not None and ranks.rank == 0:
+                check_reachable(address.server)
             return True
 
         if not ranks.all_or_none(check):
@@ -156,10 +146,10 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         with contextlib.ExitStack() as leased:
 
             def lease() -> Lease:
-                lease = leased.enter_context(reader.lease(wanted.version, wanted.timeout))
-                if lease.version != wanted.version:
+                lease = leased.enter_context(reader.lease(version, address.timeout))
+                if lease.version != version:
                     raise RuntimeError(
-                        f"version: expected {wanted.version}, got a channel that has published "
+                        f"version: expected {version}, got a channel that has published "
                         f"{lease.version} since; ask for that one"
                     )
                 return lease
@@ -168,11 +158,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
                 return
             leased.pop_all()
         self._lease = taken
-        if wanted.server is not None and ranks.rank == 0:
+        if address.server is not None and ranks.rank == 0:
             fields = {name: getattr(address, name) for name in ("pid", "fd", "session")}
-            self._guard = PauseGuard(
-                wanted.server, fields, wanted.version, reader.is_publisher_dead
-            )
+            self._guard = PauseGuard(address.server, fields, version, reader.is_publisher_dead)
 
     def _is_read(self, session: str) -> bool:
         return self._reader is not None and self._reader.session == session

@@ -135,7 +135,7 @@ class Updates:
         address = self._engine.address
         deadline = time.monotonic() + self._timeout + _PATIENCE
         for _ in range(_TRIES):
-            lease = {"version": version, "timeout": self._timeout, "server": address}
+            lease = {"lease": version, "timeout": self._timeout, "server": address}
             try:
                 while not await self._has_leased(lease, deadline):
                     time.sleep(_AGAIN)
@@ -154,7 +154,7 @@ class Updates:
     async def _has_leased(self, lease: dict[str, Any], deadline: float) -> bool:
         """Whether the workers have a lease; false, before a deadline, if a server is busy."""
         try:
-            await self._tell(lease=lease)
+            await self._tell(**lease)
         except RuntimeError as error:
             if BUSY not in str(error) or time.monotonic() > deadline:
                 raise

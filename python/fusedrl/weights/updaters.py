@@ -55,13 +55,10 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
             return TensorDict.from_module(policy)
         return self.policy_weights
 
-    def _map_weights(self, server_weights: TensorDictBase) -> TensorDictBase:
-        return server_weights
-
     def _maybe_map_weights(
         self, server_weights: TensorDictBase | None, local_weights: TensorDictBase | None
     ) -> TensorDictBase | None:
-        return None if server_weights is None else self._map_weights(server_weights)
+        return server_weights
 
     def _update_local_weights(
         self, local_weights: TensorDictBase | None, mapped_weights: TensorDictBase | None
