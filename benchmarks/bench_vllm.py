@@ -40,10 +40,7 @@ def update_case(dtype: torch.dtype, layers: int) -> Iterator[Case]:
 
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         model = qwen2(folder, dtype, layers)
-        with (
-            engine(folder, dtype) as llm,
-            WeightChannel.create(model) as channel,
-        ):
+        with engine(folder, dtype) as llm, WeightChannel.create(model) as channel:
             weights = EngineWeights(channel, llm)
             copies = [torch.empty_like(p) for p in model.parameters()]
 

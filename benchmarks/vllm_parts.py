@@ -78,10 +78,7 @@ def measure(dtype: torch.dtype) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         model = qwen2(folder, dtype, LAYERS)
-        with (
-            engine(folder, dtype) as llm,
-            WeightChannel.create(model) as channel,
-        ):
+        with engine(folder, dtype) as llm, WeightChannel.create(model) as channel:
             weights = EngineWeights(channel, llm)
             weights.update()
             [first] = llm.collective_rpc(parts)

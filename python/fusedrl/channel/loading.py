@@ -54,11 +54,6 @@ class Target:
     """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module: expected a module, got {type(module).__name__}; pass the torch.nn.Module "
-                "that computes with the weights"
-            )
         self._module = weakref.ref(module)
         self.layout = layout
         self._plan()
@@ -127,11 +122,6 @@ class Target:
 
     def _check(self, views: Sequence[Tensor], aliases: bool) -> None:
         """Check all that may have changed since the last load; nothing is written before."""
-        if len(views) != len(self.layout.stored):
-            raise ValueError(
-                f"views: expected {len(self.layout.stored)} tensors, got {len(views)}; make them "
-                "with layout.views"
-            )
         if not self._snapshot.is_current():
             self._plan()
         for tensor, _, name in self._buffers if aliases else self._parameters + self._buffers:

@@ -21,6 +21,8 @@ BACKEND = "fusedrl"
 InFlight = Literal["recompute", "wait"]
 # Seconds that workers have for loading a version, or for finding out that it does not exist.
 _LOADING = 60.0
+# Seconds in which a server says whether its engine runs.
+_HEALTH = 5.0
 # Seconds within which the end of an engine is noticed.
 _ALIVE = 0.5
 _ENDED = (
@@ -68,7 +70,7 @@ class Engine:
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
-        return call(*args)
+        raise NotImplementedError
 
     async def forget(self) -> None:
         """Drop everything computed with the former weights, that of running requests included."""
@@ -221,13 +223,27 @@ class Server(Engine):
         self.drop_keys = lambda: json.loads(self._post(drop))["success"]
         self.drop_encoded = lambda: self._post("reset_encoder_cache")
 
+    async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
+        return _answer_in_thread(lambda: call(*args), self._has_ended)
+
+    def _has_ended(self) -> bool:
+        try:
+            self._request("GET", "health", None, _HEALTH)
+        except TimeoutError:
+            pass  # busy
+        except RuntimeError as error:
+            return not isinstance(getattr(error.__cause__, "reason", None), TimeoutError)
+        return False
+
     def _get(self, path: str) -> Any:
-        return json.loads(self._request("GET", path, None))
+        return json.loads(self._request("GET", path, None, self._timeout))
 
     def _post(self, path: str, fields: dict[str, Any] | None = None) -> bytes:
-        return self._request("POST", path, b"" if fields is None else json.dumps(fields).encode())
+        data = b"" if fields is None else json.dumps(fields).encode()
+        return self._request("POST", path, data, self._timeout)
 
-    def _request(self, method: str, path: str, data: bytes | None) -> bytes:
+    def _request(self, method: str, path: str, data: bytes | None, timeout: float) -> bytes:
         request = urllib.request.Request(
             f"{self._server}/{path}",
             data=data,
@@ -235,7 +251,7 @@ class Server(Engine):
             method=method,
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             raise RuntimeError(
@@ -244,7 +260,7 @@ class Server(Engine):
             ) from error
         except TimeoutError as error:
             raise TimeoutError(
-                f"engine: expected {self._server} to answer within {self._timeout} s, got "
+                f"engine: expected {self._server} to answer within {timeout} s, got "
                 "nothing; see what it does, or raise timeout"
             ) from error
         except (OSError, http.client.HTTPException) as error:
