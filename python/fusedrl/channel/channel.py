@@ -21,7 +21,7 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import Manifest, Memory, reserve
+from fusedrl.channel.memory import Manifest, Memory
 from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
@@ -179,7 +179,7 @@ class WeightChannel:
             channel = cls(
                 weights,
                 layout,
-                reserve(manifest, where, slots, max_readers, session) if holds else None,
+                _reserved(manifest, where, slots, max_readers, session) if holds else None,
                 session=session,
                 timeout=timeout,
                 rank_timeout=rank_timeout,
@@ -401,3 +401,40 @@ class WeightChannel:
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"
         )
+
+
+def _reserved(
+    manifest: Manifest, where: torch.device, slots: int, max_readers: int, session: str
+) -> tuple[Memory, _host.Publisher]:
+    """The memory of a new channel's slots, and the publisher's end of it.
+
+    Args:
+        manifest: the description, as of slots in host memory.
+        where: the device of the slots.
+        slots: number of slots.
+        max_readers: largest number of readers at a time.
+        session: a name that no other channel has.
+
+    Raises:
+        ValueError: a device that is neither the CPU nor a CUDA device.
+        RuntimeError: the kernel refuses the memory.
+    """
+    size, memory = manifest.layout.nbytes, None
+    if where.type == "cuda":
+        from fusedrl.channel.cuda import CudaMemory
+
+        memory = CudaMemory.create(where, slots, size)
+        size, manifest = 0, manifest._replace(memory=memory.manifest())
+    elif where.type != "cpu":
+        raise ValueError(
+            f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
+        )
+    try:
+        end = _host.Publisher(slots, size, max_readers, session, manifest.to_bytes())
+    except OSError as error:
+        raise RuntimeError(
+            f"channel: expected {slots * size} bytes of shared memory, got '{error.strerror}'; "
+            f"where memory is short, create the channel with fewer slots than {slots}, or in half "
+            "the width (dtype=torch.bfloat16)"
+        ) from error
+    return memory or Memory(end, slots, size), end

@@ -111,7 +111,7 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        self.memory: Memory = manifest.open(end)
+        self.memory: Memory = _opened(manifest, end)
         self.device = self.memory.device
         self._slots: dict[int, _SlotViews] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
@@ -318,3 +318,12 @@ class WeightReader:
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"
         )
+
+
+def _opened(manifest: Manifest, end: _host.Reader) -> Memory:
+    """The slots that a channel's manifest describes, in a reader's process."""
+    if manifest.memory["kind"] == "cuda":
+        from fusedrl.channel.cuda import CudaMemory
+
+        return CudaMemory.open(manifest.memory)
+    return Memory(end, end.slot_count(), manifest.layout.nbytes)
