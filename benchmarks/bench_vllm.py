@@ -40,11 +40,8 @@ def update_case(dtype: torch.dtype, layers: int) -> Iterator[Case]:
 
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         model = qwen2(folder, dtype, layers)
-        with (
-            engine(folder, dtype) as llm,
-            WeightChannel.create(model) as channel,
-            EngineWeights(channel, llm) as weights,
-        ):
+        with engine(folder, dtype) as llm, WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm)
             copies = [torch.empty_like(p) for p in model.parameters()]
 
             def checkpoint(model: Any) -> None:

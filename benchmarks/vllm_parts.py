@@ -78,11 +78,8 @@ def measure(dtype: torch.dtype) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         model = qwen2(folder, dtype, LAYERS)
-        with (
-            engine(folder, dtype) as llm,
-            WeightChannel.create(model) as channel,
-            EngineWeights(channel, llm) as weights,
-        ):
+        with engine(folder, dtype) as llm, WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm)
             weights.update()
             [first] = llm.collective_rpc(parts)
             found = [llm.collective_rpc(parts)[0] for _ in range(UPDATES)]

@@ -115,10 +115,8 @@ def main(updates: int) -> None:
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     sampling = SamplingParams(n=GROUP, max_tokens=TOKENS, logprobs=0)
-    with (
-        WeightChannel.create(model, dtype=torch.bfloat16) as channel,
-        EngineWeights(channel, llm) as weights,
-    ):
+    with WeightChannel.create(model, dtype=torch.bfloat16) as channel:
+        weights = EngineWeights(channel, llm)
         for _ in range(updates):
             rollouts = llm.generate(QUESTIONS, sampling, use_tqdm=False)
             mean, difference = step(model, optimizer, rollouts)

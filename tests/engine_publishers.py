@@ -76,7 +76,8 @@ def update_always(pipe: Any, address: str, seed: int) -> None:
         train(model)
         states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         tokens.append(expected(model))
-    with WeightChannel.create(model) as channel, EngineWeights(channel, address) as weights:
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, address)
         weights.update(states[0], version=_STATES)
         pipe.send(tokens)
         while True:

@@ -199,7 +199,6 @@ void bind_channel(py::module_& m) {
       .def("version", &Publisher::version, "The published version, -1 before the first.")
       .def("writer", &Publisher::writer, "The thread that writes a slot, 0 if none does.")
       .def("fd", &Publisher::fd)
-      .def("share", &Publisher::share, "A descriptor for another process; the caller closes it.")
       .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"),
            py::arg("lease"))
       .def("readers", &Publisher::readers, py::arg("forget_dead"),

@@ -39,8 +39,6 @@ class Publisher {
   int64_t version() const { return published_.version; }
   int fd() const { return file_->fd(); }
   bool is_open() const { return file_->is_open(); }
-  // A descriptor for another process, which the caller closes.
-  int share() const { return file_->reopened(); }
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * geometry_.slot_bytes; }
 

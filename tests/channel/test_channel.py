@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,12 @@ def test_threads_that_release_one_lease_at_once_release_it_once(channel, reader)
             thread.join()
 
 
-def test_without_a_free_slot_publishing_waits_skips_or_names_the_reader(channel, reader):
+def test_without_a_free_slot_publishing_waits_or_names_the_reader(channel, reader):
     publish(channel)
     first = reader.lease()
     publish(channel)
     with reader.lease():
         publish(channel)
-        assert publish(channel, on_full="skip") is None
-        assert channel.skipped == 1
         with pytest.raises(TimeoutError, match=rf"pid {os.getpid()} holds versions 1, 2"):
             publish(channel, timeout=0.05)
         releaser = threading.Timer(0.1, first.release)
@@ -165,7 +163,6 @@ def test_publishing_within_a_publish_ends(channel):
             view.copy_(source)
         with pytest.raises(TimeoutError, match="got another publish or writing block"):
             publish(channel, timeout=0.05)
-        assert publish(channel, on_full="skip") is None
     assert publish(channel) == 2
 
 
@@ -199,33 +196,15 @@ def test_there_are_at_most_max_readers():
         readers[1].close()
 
 
-def test_the_publisher_waits_until_a_version_is_applied(channel, reader):
-    with pytest.raises(RuntimeError, match="got none; publish first"):
-        channel.wait_applied()
+def test_the_publisher_sees_what_a_reader_computes_with(channel, reader):
     publish(channel)
-    with pytest.raises(TimeoutError, match=rf"pid {os.getpid()} has None"):
-        channel.wait_applied(timeout=0.05)
+    assert channel.readers()[0].applied is None
     reader.lease().release()
-    channel.wait_applied(timeout=0)
+    assert channel.readers()[0].applied == 1
     publish(channel)
-    model = workers.model_of_zeros()
-    later = threading.Timer(0.1, reader.load_into, [model])
-    later.start()
-    channel.wait_applied(2, timeout=5)
-    later.join()
+    assert channel.readers()[0].applied == 1
+    reader.load_into(workers.model_of_zeros())
     assert channel.readers()[0].applied == 2
-
-
-@pytest.mark.heavy
-def test_a_dead_reader_ends_the_wait_for_it(channel):
-    publish(channel)
-    with workers.process(workers.lease_and_hold, channel.handle, False) as (child, pipe):
-        pipe.recv()
-        publish(channel)
-        threading.Timer(0.1, child.kill).start()
-        with pytest.raises(RuntimeError, match=f"got dead: pid {child.pid}"):
-            channel.wait_applied(timeout=5)
-    channel.wait_applied(timeout=0)
 
 
 def test_weights_of_another_layout_are_refused_before_anything_changes(channel, reader):
@@ -296,7 +275,8 @@ def test_four_readers_never_see_half_a_version():
             pipes = [stack.enter_context(process)[1] for process in started]
             assert [pipe.recv() for pipe in pipes] == ["open"] * 4
             while not all(pipe.poll() for pipe in pipes):
-                publish(channel, on_full="skip")
+                with suppress(TimeoutError):
+                    publish(channel, timeout=0)
             assert [pipe.recv() for pipe in pipes] == ["done"] * 4
 
 

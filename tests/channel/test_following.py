@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from fusedrl.channel import WeightChannel
-from fusedrl.channel.following import Follower, version_of
+from fusedrl.channel.following import Follower, followers_of
 
 
 def filled(version: float) -> nn.Sequential:
@@ -50,10 +50,10 @@ def followed(request, reader):
 
 def test_a_call_has_the_newest_version_and_holds_it_alone(channel, followed):
     model, follower = followed
-    assert version_of(model) is None
+    assert followers_of(model[0]) == [follower] and follower.version is None
     for version in (1, 3, 5):
         with follower.call() as got:
-            assert got == version == version_of(model)
+            assert got == version == follower.version
             assert content(model) == {version}
             channel.publish(filled(version + 1))
             channel.publish(filled(version + 2))
@@ -194,5 +194,5 @@ def test_a_closed_follower_leaves_the_module_its_own_memory(channel, reader, mod
     assert content(model) == {1}
     with torch.no_grad():
         model[0].weight.fill_(3)
-    assert version_of(model) is None
+    assert followers_of(model) == []
     assert not model._state_dict_hooks and not model._load_state_dict_pre_hooks

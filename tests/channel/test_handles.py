@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import stat
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -63,15 +62,6 @@ def test_readers_and_channels_are_not_pickled(channel, reader):
     for end in (channel, reader):
         with pytest.raises(TypeError, match="expected a WeightHandle"):
             pickle.dumps(end)
-
-
-def test_the_channel_passes_through_a_socket(channel):
-    publish(channel)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        channel.send_to(ours)
-        with channel.handle.open(theirs) as reader, reader.lease() as lease:
-            assert workers.version_in(lease.weights) == 1
 
 
 def test_a_channel_of_another_version_of_the_package_is_refused(channel):

@@ -33,10 +33,15 @@ def flat_of(layout: Layout) -> torch.Tensor:
     return torch.zeros(layout.nbytes, dtype=torch.uint8)
 
 
+def values_of(layout: Layout, weights: Any) -> list[torch.Tensor]:
+    """What a publish of weights copies."""
+    return [place.value() for place in layout.matched(weights)]
+
+
 def stored(layout: Layout, weights: Any) -> dict[str, torch.Tensor]:
     """What readers get of weights that are published."""
     views = layout.views(flat_of(layout))
-    torch._foreach_copy_(views, list(layout.named(weights).values()))
+    torch._foreach_copy_(views, values_of(layout, weights))
     return {name: views[index] for name, index in layout.view_of.items()}
 
 
@@ -128,7 +133,7 @@ def test_one_error_lists_every_difference():
     layout = Layout.of({"a": torch.zeros(2), "b": torch.zeros(3).long(), "c": torch.zeros(1)})
     weights = {"a": torch.zeros(3), "b": torch.zeros(3), "d": torch.zeros(())}
     with pytest.raises(ValueError, match="weights: 4 differences") as error:
-        layout.named(weights)
+        layout.matched(weights)
     assert str(error.value).splitlines()[1:] == [
         "  a: expected float32 (2,), got float32 (3,)",
         "  b: expected int64 (3,), got float32 (3,)",
@@ -137,7 +142,7 @@ def test_one_error_lists_every_difference():
     ]
     many = Layout.of({f"w{i}": torch.zeros(1) for i in range(40)})
     with pytest.raises(ValueError, match="41 differences") as error:
-        many.named({"x": torch.zeros(1)})
+        many.matched({"x": torch.zeros(1)})
     lines = str(error.value).splitlines()
     assert len(lines) == 12 and lines[-1] == "  and 31 more"
 

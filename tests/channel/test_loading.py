@@ -12,7 +12,7 @@ from torch import nn
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
 
-from .test_layout import Tied
+from .test_layout import Tied, values_of
 
 
 class Net(nn.Module):
@@ -29,7 +29,7 @@ class Net(nn.Module):
 def published(model: Any, layout: Layout | None = None) -> tuple[Layout, list[torch.Tensor]]:
     layout = layout or Layout.of(model)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    torch._foreach_copy_(views, list(layout.named(model).values()))
+    torch._foreach_copy_(views, values_of(layout, model))
     return layout, views
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 from contextlib import contextmanager
 
 import channel_workers as workers
@@ -46,17 +45,6 @@ def test_too_many_open_files(channel, free):
             use()
     channel.handle.open().close()
     assert channel.readers() == []
-
-
-def test_a_socket_without_a_channel(channel):
-    ours, theirs = socket.socketpair()
-    with theirs:
-        ours.send(b"x")
-        with pytest.raises(RuntimeError, match=r"socket: expected .* got no file; call send_to"):
-            channel.handle.open(theirs)
-        ours.close()
-        with pytest.raises(RuntimeError, match="got its end; call send_to"):
-            channel.handle.open(theirs)
 
 
 @pytest.mark.heavy

@@ -35,13 +35,14 @@ def test_every_rank_that_holds_slots_gets_each_version(ranks):
     assert others[0] == [1, 1, 7, 8, None]
 
 
-def test_a_skip_and_a_timeout_are_those_of_all_ranks(ranks):
+def test_a_timeout_is_one_of_all_ranks(ranks):
     first, *others = ranks.run(shared_channels.without_a_slot)
-    for found in (first, *others):
-        skipped, count, error, *after = found
-        assert skipped is None and count == 1 and after == [3, 3]
-        assert error.startswith("FullError: timeout: expected a free slot within 0.0 s, got all 2")
-    assert all(error.endswith("on_full='skip' (on rank 0)") for _, _, error, *_ in others)
+    for error, *after in (first, *others):
+        assert after == [3, 3]
+        assert error.startswith(
+            "TimeoutError: timeout: expected a free slot within 0.0 s, got all 2"
+        )
+    assert all(error.endswith("with more slots (on rank 0)") for error, *_ in others)
 
 
 def test_a_rank_alone_learns_which_ranks_did_not_come(ranks):

@@ -17,6 +17,8 @@ from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
 from fusedrl.channel.sources import places_of
 
+from .test_layout import values_of
+
 peft = pytest.importorskip("peft")
 
 
@@ -94,7 +96,7 @@ def test_fully_sharded_weights_are_made_whole(group):
     fully_shard(model)
     assert Layout.of(model) == layout
     assert equal(values(model), expected)
-    assert all(type(s) is torch.Tensor for s in layout.named(model).values())
+    assert all(type(s) is torch.Tensor for s in values_of(layout, model))
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     layout.write(layout.matched(model), views)
     assert all(torch.equal(views[i], expected[name]) for name, i in layout.view_of.items())
@@ -184,7 +186,7 @@ def test_merged_weights_are_those_of_merge_and_unload_and_change_nothing(kind, d
     assert equal(model.state_dict(), before)
     assert [p.requires_grad for p in model.parameters()] == flags
     layout = Layout.of(model, merge_adapters=True)
-    assert equal(dict(zip(merged, layout.named(model).values(), strict=True)), merged)
+    assert equal(dict(zip(merged, values_of(layout, model), strict=True)), merged)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     layout.write(layout.matched(model), views)
     assert equal(dict(zip(merged, views, strict=True)), merged)
@@ -239,7 +241,7 @@ def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     model = adapted(model_of("qwen2"))
     layout = Layout.of(model, merge_adapters=True)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    torch._foreach_copy_(views, list(layout.named(model).values()))
+    torch._foreach_copy_(views, values_of(layout, model))
     reader = copy.deepcopy(model_of("qwen2"))
     Target(reader, layout).alias(views)
     tokens = torch.arange(8)[None]
@@ -248,7 +250,7 @@ def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     )
     with pytest.raises(ValueError, match="module: expected a model without adapters"):
         Target(model, layout)
-    again = list(layout.named(unloaded(model)).values())
+    again = values_of(layout, unloaded(model))
     assert all(torch.equal(a, b) for a, b in zip(again, views, strict=True))
 
 

@@ -43,10 +43,8 @@ def test_merged_adapters_are_the_weights_of_every_request(llm, tmp_path):
     model = adapted(tiny_model(tmp_path))
     with model.disable_adapter():
         base = expected(model)
-    with (
-        WeightChannel.create(model, merge_adapters=True) as channel,
-        EngineWeights(channel, llm) as weights,
-    ):
+    with WeightChannel.create(model, merge_adapters=True) as channel:
+        weights = EngineWeights(channel, llm)
         for version in range(1, 4):
             train_adapters(model)
             assert weights.update() == version
@@ -56,10 +54,9 @@ def test_merged_adapters_are_the_weights_of_every_request(llm, tmp_path):
 def test_adapters_that_are_not_merged_are_refused_with_the_remedy(llm, tmp_path):
     with (
         WeightChannel.create(adapted(tiny_model(tmp_path))) as channel,
-        EngineWeights(channel, llm) as weights,
         pytest.raises(Exception, match=r"merge_adapters=True[\s\S]*lora_A"),
     ):
-        weights.update()
+        EngineWeights(channel, llm).update()
 
 
 def test_adapters_that_the_engine_reads_from_files_lie_above_each_version(llm, tmp_path):
@@ -71,7 +68,8 @@ def test_adapters_that_the_engine_reads_from_files_lie_above_each_version(llm, t
     request = LoRARequest("of files", 1, str(tmp_path / "adapters"))
     plain = {name.replace(".base_layer", ""): p for name, p in base.named_parameters()}
     plain = {name: p for name, p in plain.items() if "lora_" not in name}
-    with WeightChannel.create(plain) as channel, EngineWeights(channel, llm) as weights:
+    with WeightChannel.create(plain) as channel:
+        weights = EngineWeights(channel, llm)
         for _ in range(3):
             with torch.no_grad():
                 for parameter in plain.values():

@@ -34,7 +34,8 @@ def run(engine, model, loop):
 
     def run(test):
         async def main():
-            with WeightChannel.create(model) as channel, EngineWeights(channel, engine) as weights:
+            with WeightChannel.create(model) as channel:
+                weights = EngineWeights(channel, engine)
                 await weights.update_async(version=100)
                 train(model)
                 await test(weights)
@@ -74,7 +75,8 @@ def test_a_cancelled_update_is_whole_before_it_is_cancelled(engine, model, fault
 
 def test_an_update_from_another_channel_waits_for_the_one_that_goes_on(engine, model, faults, run):
     async def test(weights):
-        with WeightChannel.create(model) as channel, EngineWeights(channel, engine) as others:
+        with WeightChannel.create(model) as channel:
+            others = EngineWeights(channel, engine)
             with faults.stopping():
                 update = asyncio.create_task(weights.update_async())
                 await asyncio.to_thread(faults.wait)

@@ -45,7 +45,8 @@ def running(folder, weights) -> Iterator[Any]:
 @pytest.fixture
 def engine(running, weights) -> Any:
     """It has the weights that it was started with, under the number that a test before gave it."""
-    with WeightChannel.create(weights[0]) as channel, EngineWeights(channel, running) as given:
+    with WeightChannel.create(weights[0]) as channel:
+        given = EngineWeights(channel, running)
         given.update()
     return running
 
@@ -113,7 +114,8 @@ def test_an_update_past_the_collector_is_not_taken_for_its_version(
     channel.publish(weights[1], 1)
     assert checked(collector.next(), weights) == [1] * 4
     for version in (1, 7):
-        with WeightChannel.create(weights[2]) as other, EngineWeights(other, engine) as given:
+        with WeightChannel.create(weights[2]) as other:
+            given = EngineWeights(other, engine)
             given.update(weights[2], version)
         assert checked(collector.next(), weights) == [1] * 4
 

@@ -30,16 +30,16 @@ def test_they_leave_an_engine_with_this_backend_as_it_was(folder, model, tmp_pat
             llm.update_weights({"update_info": {"weights": "of a trainer that has ended"}})
         assert list(completion(llm).token_ids) == before
         train(model)
-        with EngineWeights(channel, llm) as weights:
-            with (
-                faults.failing(always=True),
-                pytest.raises(RuntimeError, match=r"second try, got .*out of memory"),
-            ):
-                weights.update()
-            with pytest.raises(EngineDeadError):
-                completion(llm)
-            with pytest.raises(EngineDeadError):
-                weights.update()
+        weights = EngineWeights(channel, llm)
+        with (
+            faults.failing(always=True),
+            pytest.raises(RuntimeError, match=r"second try, got .*out of memory"),
+        ):
+            weights.update()
+        with pytest.raises(EngineDeadError):
+            completion(llm)
+        with pytest.raises(EngineDeadError):
+            weights.update()
 
 
 def test_an_engine_that_is_killed_during_an_update(folder, model, tmp_path, monkeypatch):
@@ -72,8 +72,8 @@ def test_a_worker_that_is_killed_ends_the_engine(folder, model, tmp_path, monkey
     with (
         offline(folder, tensor_parallel_size=workers) as llm,
         WeightChannel.create(model) as channel,
-        EngineWeights(channel, llm) as weights,
     ):
+        weights = EngineWeights(channel, llm)
         weights.update()
         with (
             faults.told("dies", workers - 1),

@@ -41,7 +41,8 @@ class TestATrainerInAnotherProcess:
 
     @pytest.fixture(autouse=True)
     def goes_on(self, llm, model):
-        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm)
             weights.update(version=100)
             yield
             train(model)
@@ -85,7 +86,8 @@ class TestInTheMiddle:
 
     @pytest.fixture
     def weights(self, llm, model):
-        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm)
             weights.update()
             yield weights
 

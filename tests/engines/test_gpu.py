@@ -17,10 +17,8 @@ def test_an_engine_on_a_gpu_has_the_weights_of_each_update(tmp_path, device):
     model = tiny_model(tmp_path, hidden_size=256)  # heads of 64
     with offline(tmp_path, dtype="bfloat16", gpu_memory_utilization=0.3) as llm:
         model.cuda().bfloat16()
-        with (
-            WeightChannel.create(model, device=device) as channel,
-            EngineWeights(channel, llm) as weights,
-        ):
+        with WeightChannel.create(model, device=device) as channel:
+            weights = EngineWeights(channel, llm)
             for version in range(1, 6):
                 train(model)
                 assert weights.update() == version

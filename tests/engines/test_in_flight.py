@@ -40,7 +40,8 @@ def test_tokens_are_of_the_versions_that_they_name(engine, model, loop):
             async with at_a_time:
                 return await sampled(engine, f"{number}", prompt, TOKENS)
 
-        with WeightChannel.create(model) as channel, EngineWeights(channel, engine) as weights:
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, engine)
             generating = asyncio.gather(*map(request, range(REQUESTS), prompts))
             while not generating.done():
                 state = vary(model, start)
@@ -60,10 +61,8 @@ def test_tokens_are_of_the_versions_that_they_name(engine, model, loop):
 
 def test_waiting_updates_begin_when_the_requests_have_ended(engine, model, loop):
     async def main():
-        with (
-            WeightChannel.create(model) as channel,
-            EngineWeights(channel, engine, in_flight="wait") as weights,
-        ):
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, engine, in_flight="wait")
             former = await engine.get_weight_version()
             running = asyncio.create_task(sampled(engine, "long", [5, 6, 7], 100))
             await asyncio.sleep(0.2)

@@ -48,7 +48,8 @@ def llm(folder, model, stored):
 
 @pytest.fixture
 def weights(llm, model):
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, llm)
         yield weights
 
 

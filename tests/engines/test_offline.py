@@ -24,7 +24,8 @@ def versions_of(llm):
 def test_an_engine_has_the_weights_of_each_update(llm, model):
     assert tokens_of(llm) == expected(model)
     seen = {tuple(tokens_of(llm))}
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, llm)
         assert weights.version is None
         for version in range(1, 21):
             train(model)
@@ -38,7 +39,8 @@ def test_an_engine_has_the_weights_of_each_update(llm, model):
 
 
 def test_the_number_is_that_of_a_version_published_in_between(llm, model, monkeypatch):
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, llm)
         publish = channel.publish
 
         def overtaken(*args):
@@ -55,7 +57,8 @@ def test_the_number_is_that_of_a_version_published_in_between(llm, model, monkey
 
 def test_an_engine_loads_what_is_published_already(llm, model):
     """As each of several engines of one trainer does."""
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, llm)
         with pytest.raises(RuntimeError, match="expected a published one, got none"):
             weights.load()
         train(model)
@@ -70,9 +73,9 @@ def test_two_trainers_of_one_engine_do_not_get_each_other_s_weights(llm, model, 
     with (
         WeightChannel.create(model) as channel,
         WeightChannel.create(other) as another,
-        EngineWeights(channel, llm) as weights,
-        EngineWeights(another, llm) as others,
     ):
+        weights = EngineWeights(channel, llm)
+        others = EngineWeights(another, llm)
         for trained, given in [(model, weights), (other, others), (model, weights)]:
             given.update(version=(given.version or 0) + 1)
             assert tokens_of(llm) == expected(trained)
@@ -84,7 +87,8 @@ class TestRefused:
 
     @pytest.fixture(autouse=True)
     def goes_on(self, llm, model):
-        with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        with WeightChannel.create(model) as channel:
+            weights = EngineWeights(channel, llm)
             weights.update(version=100)
             before = tokens_of(llm)
             yield
@@ -106,7 +110,8 @@ class TestRefused:
     )
     def test_weights_of_another_model(self, llm, tmp_path, sizes, said):
         other = tiny_model(tmp_path, **sizes)
-        with WeightChannel.create(other) as channel, EngineWeights(channel, llm) as weights:
+        with WeightChannel.create(other) as channel:
+            weights = EngineWeights(channel, llm)
             with pytest.raises(Exception, match=said):
                 weights.update()
             assert weights.version is None
@@ -120,7 +125,8 @@ class TestRefused:
 
 
 def test_an_update_that_somebody_began_and_left(llm, model):
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, llm)
         weights.update()
         llm.start_weight_update()
         assert tokens_of(llm) == expected(model)

@@ -45,7 +45,8 @@ def in_step(llm):
 @pytest.fixture
 def weights(llm, model):
     """At a version, before and after which the engine is what it should be."""
-    with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, llm)
         weights.update(version=100)
         assert answer_of(llm) == (expected(model), "100")
         yield weights
@@ -75,10 +76,8 @@ def test_weights_that_no_worker_has(llm, model, weights, tmp_path):
 
 def test_a_channel_that_one_worker_cannot_open(llm, model, weights):
     before = expected(model)
-    with (
-        WeightChannel.create(model, max_readers=1) as channel,
-        EngineWeights(channel, llm) as one_reader,
-    ):
+    with WeightChannel.create(model, max_readers=1) as channel:
+        one_reader = EngineWeights(channel, llm)
         with pytest.raises(Exception, match=r"worker \d: RuntimeError: max_readers"):
             one_reader.update()
         assert one_reader.version is None

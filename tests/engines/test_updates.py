@@ -77,7 +77,7 @@ class Engine:
 
     async def tell(self, message):
         if lease := message.get("lease"):
-            await self.called(lambda: self.lease(str(lease["version"])))
+            await self.called(lambda: self.lease(str(lease)))
         elif version := message.get("load"):
             await self.called(lambda: self.load(str(version)), lambda: self.load("half"))
         elif message.get("over"):

@@ -28,7 +28,7 @@ from torchrl.weight_update import WeightSyncScheme
 from weights_workers import Ones, make_policy
 
 from fusedrl import ChannelWeightSyncScheme
-from fusedrl.channel.following import version_of
+from fusedrl.channel.following import followers_of
 
 __all__ = ["forked", "one_thread"]
 
@@ -43,8 +43,8 @@ def test_batches_of_a_collector_in_the_trainers_process_have_one_version_each(mo
     scheme = ChannelWeightSyncScheme(mode=mode)
     with collecting(Collector, scheme, policy) as (collector, iterator):
         check_every_batch(collector, iterator, 6)
-        assert version_of(collector.policy) == scheme.version
-        assert version_of(policy) is None
+        assert [f.version for f in followers_of(collector.policy)] == [scheme.version]
+        assert followers_of(policy) == []
     # The trainer's own model is neither changed nor frozen.
     assert all(x.requires_grad for x in policy.parameters())
     assert all(torch.equal(before[name], x) for name, x in policy.state_dict().items())

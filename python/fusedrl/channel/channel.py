@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket as sockets
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,15 +21,13 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import FullError, Manifest, Memory
+from fusedrl.channel.memory import Manifest, Memory
 from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
-    first_value,
     publish_together,
     rendezvous_of,
 )
-from fusedrl.channel.reservation import reserve
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
 
 # Seconds within which the death of a reader is noticed.
@@ -103,7 +100,6 @@ class WeightChannel:
         self.template = template
         self.layout = layout
         self.holds = slots is not None
-        self.skipped = 0
         self.rank_timeout = rank_timeout
         self._session = session
         self._timeout = timeout
@@ -115,18 +111,6 @@ class WeightChannel:
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
             self.device = self._memory.device
             self._views = [layout.views(self._memory.slot(i)) for i in range(self._memory.count)]
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Say which rank has what a rank without slots does not have."""
-            if name not in ("handle", "device", "_memory", "_end", "_views"):
-                return super().__getattribute__(name)  # the error that others get
-            raise AttributeError(
-                f"channel: expected a rank with slots for {name!r}, got one without; publish on "
-                "every rank, and do the rest where holds=True, which is the first rank unless you "
-                "say more"
-            )
 
     @classmethod
     def create(
@@ -195,14 +179,14 @@ class WeightChannel:
             channel = cls(
                 weights,
                 layout,
-                reserve(manifest, where, slots, max_readers, session) if holds else None,
+                _reserved(manifest, where, slots, max_readers, session) if holds else None,
                 session=session,
                 timeout=timeout,
                 rank_timeout=rank_timeout,
             )
             if rendezvous is not None:
                 name = f"channel {rendezvous.round} of {list(ranks)}"
-                rendezvous.agree(rank_timeout, [layout.hash, holds], check_ends)
+                check_ends(rendezvous.agree(rank_timeout, [layout.hash, holds]))
                 channel._rendezvous = Rendezvous(name, ranks)
         return channel
 
@@ -220,8 +204,7 @@ class WeightChannel:
         version: int | None = None,
         *,
         timeout: float | None = None,
-        on_full: Literal["block", "skip"] = "block",
-    ) -> int | None:
+    ) -> int:
         """Copy weights into a free slot and make them the newest version.
 
         On a GPU the copies are queued on the current stream, and readers' streams wait for them.
@@ -232,11 +215,9 @@ class WeightChannel:
             version: a number greater than the last one. ``None`` counts one more, from 1, so that 0
                 can stand for the weights that readers start with.
             timeout: seconds to wait for a free slot; the channel's own if ``None``.
-            on_full: ``"block"`` waits for a free slot; ``"skip"`` publishes nothing instead, and
-                :attr:`skipped` counts such calls.
 
         Returns:
-            The version, or ``None`` if it was skipped; the same on all ranks.
+            The version, the same on all ranks.
 
         Raises:
             ValueError: the weights have another layout (the message lists the differences), the
@@ -246,25 +227,14 @@ class WeightChannel:
                 ranks of a sharded model do not call this; the message names them.
             RuntimeError: another rank had an error; nothing is published on any rank then.
         """
-        if on_full not in ("block", "skip"):
-            raise ValueError(
-                f"on_full: expected 'block' or 'skip', got {on_full!r}; 'block' waits for a free "
-                "slot, 'skip' publishes nothing where there is none"
-            )
-        limit = self.limit(0 if on_full == "skip" else timeout)
+        limit = self.limit(timeout)
         find = partial(self.places_to_publish, self.template if weights is None else weights)
-        try:
-            if self._rendezvous is not None:
-                return publish_together(self, self._rendezvous, version, limit, find)
-            places = find()
-            with self.writing(version, timeout=limit) as writing:
-                self.layout.write(places, writing.views)
-                return writing.version
-        except FullError:
-            if on_full == "block":
-                raise
-            self.skipped += 1
-            return None
+        if self._rendezvous is not None:
+            return publish_together(self, self._rendezvous, version, limit, find)
+        places = find()
+        with self.writing(version, timeout=limit) as writing:
+            self.layout.write(places, writing.views)
+            return writing.version
 
     def collective(self) -> AbstractContextManager[None]:
         """A block whose error is one on all ranks of a sharded model, and which ends for all."""
@@ -275,8 +245,8 @@ class WeightChannel:
         if self._rendezvous is None:
             return value
         patience = self._rendezvous.base.timeout.total_seconds()
-        agreed = self._rendezvous.agree(patience, value, first_value)
-        return agreed if value is None else value
+        values = self._rendezvous.agree(patience, value).values()
+        return next((each for each in (value, *values) if each is not None), None)
 
     def places_to_publish(self, weights: Any) -> list[Place]:
         """As :meth:`Layout.matched`, of what nothing in this process follows."""
@@ -363,9 +333,9 @@ class WeightChannel:
             )
         return version
 
-    def _full(self, timeout: float) -> FullError:
+    def _full(self, timeout: float) -> TimeoutError:
         if self._end.writer():
-            return FullError(
+            return TimeoutError(
                 f"timeout: expected to begin within {timeout} s, got another publish or writing "
                 "block of this channel that has not ended; publish from one thread, after the block"
             )
@@ -375,10 +345,10 @@ class WeightChannel:
             for reader in self._end.readers(forget_dead=False)
             if reader.leased
         ]
-        return FullError(
+        return TimeoutError(
             f"timeout: expected a free slot within {timeout} s, got all {len(self._views)} taken: "
-            f"{'; '.join(held) or 'readers have just released them'}; release leases, create the "
-            "channel with more slots, or publish with on_full='skip'"
+            f"{'; '.join(held) or 'readers have just released them'}; release leases, or create "
+            "the channel with more slots"
         )
 
     def readers(self) -> list[ReaderInfo]:
@@ -392,56 +362,6 @@ class WeightChannel:
             )
             for reader in self._end.readers(forget_dead=True)
         ]
-
-    def wait_applied(self, version: int | None = None, *, timeout: float | None = None) -> None:
-        """Wait until every reader has leased or loaded a version.
-
-        Args:
-            version: every reader must reach this version or a later one; the newest if ``None``.
-            timeout: seconds; the channel's own if ``None``.
-
-        Raises:
-            RuntimeError: a reader died, which is reported once, or nothing is published.
-            TimeoutError: readers took longer. Both messages name their process ids.
-        """
-        wanted = (
-            self._end.version() if version is None else count("version", version, 0, MAX_VERSION)
-        )
-        if wanted < 0:
-            raise RuntimeError("version: expected a published version, got none; publish first")
-        limit = self.limit(timeout)
-        late: list[ReaderInfo] = []
-        for _ in self._looks(time.monotonic() + limit):
-            readers = self.readers()
-            if dead := [reader.pid for reader in readers if not reader.alive]:
-                raise RuntimeError(
-                    f"readers: expected living ones, got dead: pid {', '.join(map(str, dead))}; "
-                    "their own output says why they ended"
-                )
-            late = [r for r in readers if r.applied is None or r.applied < wanted]
-            if not late:
-                return
-        applied = ", ".join(f"pid {r.pid} has {r.applied}" for r in late)
-        raise TimeoutError(
-            f"version: expected {wanted} in every reader within {limit} s, got {applied}; "
-            "raise timeout if they take longer between two leases"
-        )
-
-    def send_to(self, socket: sockets.socket) -> None:
-        """Pass the channel to a process that sees other pids, which calls ``handle.open(socket)``.
-
-        Args:
-            socket: a connected Unix socket.
-
-        Raises:
-            RuntimeError: the channel is closed.
-            OSError: this process has too many files open.
-        """
-        descriptor = self._end.share()
-        try:
-            sockets.send_fds(socket, [b"\0"], [descriptor])
-        finally:
-            os.close(descriptor)
 
     def close(self, timeout: float = 5.0) -> None:
         """Close the channel: no version follows, and readers keep the versions that they hold.
@@ -481,3 +401,40 @@ class WeightChannel:
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"
         )
+
+
+def _reserved(
+    manifest: Manifest, where: torch.device, slots: int, max_readers: int, session: str
+) -> tuple[Memory, _host.Publisher]:
+    """The memory of a new channel's slots, and the publisher's end of it.
+
+    Args:
+        manifest: the description, as of slots in host memory.
+        where: the device of the slots.
+        slots: number of slots.
+        max_readers: largest number of readers at a time.
+        session: a name that no other channel has.
+
+    Raises:
+        ValueError: a device that is neither the CPU nor a CUDA device.
+        RuntimeError: the kernel refuses the memory.
+    """
+    size, memory = manifest.layout.nbytes, None
+    if where.type == "cuda":
+        from fusedrl.channel.cuda import CudaMemory
+
+        memory = CudaMemory.create(where, slots, size)
+        size, manifest = 0, manifest._replace(memory=memory.manifest())
+    elif where.type != "cpu":
+        raise ValueError(
+            f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
+        )
+    try:
+        end = _host.Publisher(slots, size, max_readers, session, manifest.to_bytes())
+    except OSError as error:
+        raise RuntimeError(
+            f"channel: expected {slots * size} bytes of shared memory, got '{error.strerror}'; "
+            f"where memory is short, create the channel with fewer slots than {slots}, or in half "
+            "the width (dtype=torch.bfloat16)"
+        ) from error
+    return memory or Memory(end, slots, size), end

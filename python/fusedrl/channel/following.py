@@ -203,11 +203,6 @@ class Follower(Following):
         mode: Literal["alias", "copy"] = "alias",
         keeps: bool = False,
     ) -> None:
-        if mode not in ("alias", "copy"):
-            raise ValueError(
-                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
-                "keeps the addresses of the parameters"
-            )
         super().__init__(reader, module)
         self.target = Target(module, reader.layout)
         self._refuse_shared()
@@ -328,6 +323,17 @@ def refuse_followed(session: str, places: Collection[Place]) -> None:
             follower.refuse_trained(places)
 
 
+def followers_of(model: Any) -> list[Follower]:
+    """The followers that keep a model, or parts of it, or what it is a part of."""
+    followers = list(_FOLLOWERS)
+    parts = set(map(id, model.modules())) if followers else set()
+    return [
+        follower
+        for follower in followers
+        if id(follower.module) in parts or not parts.isdisjoint(map(id, follower.module.modules()))
+    ]
+
+
 def one_version(model: nn.Module) -> Held:
     """Keep every follower of a model, or of parts of it, at one version within a ``with`` block.
 
@@ -335,31 +341,4 @@ def one_version(model: nn.Module) -> Held:
         model: a model that followers keep at the newest version, in whole or in part, or a part of
             such a model. Other models are left alone.
     """
-    followers = list(_FOLLOWERS)
-    parts = set(map(id, model.modules())) if followers else set()
-    calls = (
-        follower.call()
-        for follower in followers
-        if id(follower.module) in parts or not parts.isdisjoint(map(id, follower.module.modules()))
-    )
-    return Held(None, *calls)
-
-
-def version_of(policy: Any) -> int | None:
-    """The version of a policy's current call, or of its last call.
-
-    Args:
-        policy: a module, or an object with a ``module``, which a :class:`Follower` keeps in whole
-            or in part.
-
-    Returns:
-        The version; ``None`` if nothing follows a channel or nothing is loaded yet.
-    """
-    module = policy if isinstance(policy, nn.Module) else getattr(policy, "module", None)
-    if not isinstance(module, nn.Module):
-        return None
-    followers = {id(follower.module): follower for follower in list(_FOLLOWERS)}
-    for part in module.modules():
-        if id(part) in followers:
-            return followers[id(part)].version
-    return None
+    return Held(None, *(follower.call() for follower in followers_of(model)))

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from fusedrl.channel.sources import Place, PrefixChange, match_prefixes, places_of
+from fusedrl.channel.sources import Place, Reading, match_prefixes, places_of
 from fusedrl.channel.tensors import (
     DTYPES,
     castable,
@@ -54,10 +54,6 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes without padding."""
         return prod(self.shape) * self.dtype.itemsize
-
-    def described(self) -> str:
-        """Dtype and shape for messages."""
-        return described(self)
 
 
 @dataclass(frozen=True)
@@ -198,32 +194,8 @@ class Layout:
 
     def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
         """A tensordict of :meth:`views`, nested by the dots of the names; tied names share one."""
-        nested: dict[str, Any] = {}
-        for name, index in self.view_of.items():
-            *path, last = name.split(".")
-            node = nested
-            for part in path:
-                node = node.setdefault(part, {})
-            node[last] = views[index]
-        return TensorDict(nested)
-
-    def named(self, weights: Any) -> dict[str, Tensor]:
-        """The tensors to copy into :meth:`views`, by the names of :attr:`stored`, in their order.
-
-        Args:
-            weights: weights with this layout's names, shapes and kinds of dtype; device, strides
-                and width of floats may differ. Sharded tensors are made whole, which is a
-                collective that every rank has to call. All names may have, or lack, the prefix of
-                a wrapper around the model. One of several tied names is enough; where there are
-                more, they may be separate tensors of equal values.
-
-        Raises:
-            TypeError: an entry that is no plain tensor.
-            ValueError: the weights differ from this layout, or the values of tied names differ; the
-                message lists the differences.
-        """
-        matched = self.matched(weights)
-        return {e.name: place.value() for e, place in zip(self.stored, matched, strict=True)}
+        weights = TensorDict({name: views[index] for name, index in self.view_of.items()})
+        return weights.unflatten_keys(".")
 
     @torch.no_grad()
     def write(self, places: Sequence[Place], views: Sequence[Tensor] | None) -> None:
@@ -250,9 +222,21 @@ class Layout:
                 del value  # before the next one is made
 
     def matched(self, weights: Any) -> list[Place]:
-        """The places of the tensors that :meth:`named` returns; nothing is computed yet.
+        """The places of what :meth:`write` copies into the views, in their order.
 
-        Values are read only where the layout ties names that are separate tensors in ``weights``.
+        Nothing is computed yet, and values are read only where the layout ties names that are
+        separate tensors in ``weights``.
+
+        Args:
+            weights: weights with this layout's names, shapes and kinds of dtype; device, strides
+                and width of floats may differ. All names may have, or lack, the prefix of a wrapper
+                around the model. One of several tied names is enough; where there are more, they
+                may be separate tensors of equal values.
+
+        Raises:
+            TypeError: an entry that is no plain tensor.
+            ValueError: the weights differ from this layout, or the values of tied names differ; the
+                message lists the differences.
         """
         remedy = "publish those of the model that it was created from"
         return list(self._brought(weights, False, "channel", remedy).values())
@@ -266,22 +250,22 @@ class Layout:
         return self._brought(weights, True, "policy", "give them the policy's names and shapes")
 
     def _brought(self, weights: Any, partial: bool, whose: str, remedy: str) -> dict[str, Place]:
-        places, reading = self._collected(weights)
+        places, (off, on) = self._collected(weights)
         required = self.stored
         if partial:  # if no entry is known to be a parameter, each of them may be one
             parameters = [entry for entry in required if entry.kind == "parameter"]
-            required = (parameters or required) if reading else ()
+            required = (parameters or required) if off or on else ()
         copies, differences = self.compared(places, "weights", required)
         if not differences:
             differences = [
                 d for e in self.stored if copies[e.name][1:] for d in _untied(e, copies[e.name])
             ]
-        if reading:
-            remedy = f"{remedy}; names are read {reading}"
+        if off or on:
+            remedy = f"{remedy}; names are read with {on!r} before them in place of {off!r}"
         refuse_differences("weights", differences, remedy, whose)
         return {name: same[0] for name, same in copies.items() if same}
 
-    def _collected(self, weights: Any) -> tuple[Mapping[str, Place], PrefixChange]:
+    def _collected(self, weights: Any) -> tuple[Mapping[str, Place], Reading]:
         """The places of weights by this layout's names, and how their own names were changed."""
         try:
             places = places_of(weights, self.merged)
@@ -290,9 +274,10 @@ class Layout:
                 raise
             places = places_of(weights)  # the caller has merged them
         reading = match_prefixes(places, {*self.view_of, *self.transient})
-        if not reading:
+        if not any(reading):
             return places, reading
-        renamed = [replace(place, name=reading(name)) for name, place in places.items()]
+        off, on = reading
+        renamed = [replace(p, name=on + name.removeprefix(off)) for name, p in places.items()]
         return {place.name: place for place in renamed}, reading
 
     def compared(
@@ -317,11 +302,11 @@ class Layout:
                 got = place.tensor
                 if tuple(got.shape) != entry.shape or not converts(got.dtype, entry.dtype):
                     differences.append(
-                        f"{entry.name}: expected {entry.described()}, got {described(got)}"
+                        f"{entry.name}: expected {described(entry)}, got {described(got)}"
                     )
         # A tied name may be missing, because one of them gives the value of all.
         differences += [
-            f"{entry.name}: expected {entry.described()}, got no such entry"
+            f"{entry.name}: expected {described(entry)}, got no such entry"
             for entry in required
             if not copies[entry.name]
         ]

@@ -54,11 +54,6 @@ class Target:
     """
 
     def __init__(self, module: nn.Module, layout: Layout) -> None:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module: expected a module, got {type(module).__name__}; pass the torch.nn.Module "
-                "that computes with the weights"
-            )
         self._module = weakref.ref(module)
         self.layout = layout
         self._plan()
@@ -127,11 +122,6 @@ class Target:
 
     def _check(self, views: Sequence[Tensor], aliases: bool) -> None:
         """Check all that may have changed since the last load; nothing is written before."""
-        if len(views) != len(self.layout.stored):
-            raise ValueError(
-                f"views: expected {len(self.layout.stored)} tensors, got {len(views)}; make them "
-                "with layout.views"
-            )
         if not self._snapshot.is_current():
             self._plan()
         for tensor, _, name in self._buffers if aliases else self._parameters + self._buffers:
@@ -191,7 +181,7 @@ def _places(module: nn.Module, layout: Layout) -> tuple[list[Place], list[tuple[
     places = {place.name: place for place in module_places(module)}
     _, differences = layout.compared(places, "module", layout.stored)
     differences += [
-        f"{entry.name}: expected {entry.described()}, got no such entry"
+        f"{entry.name}: expected {described(entry)}, got no such entry"
         for entry in layout.entries
         if entry.tied_to is not None and entry.name not in places
     ]

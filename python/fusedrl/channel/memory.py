@@ -13,10 +13,6 @@ from fusedrl import _host
 from fusedrl.channel.layout import Layout
 
 
-class FullError(TimeoutError):
-    """No slot became free in time."""
-
-
 class Memory:
     """The slots of a channel as one process sees them: here in the channel's file in host memory.
 

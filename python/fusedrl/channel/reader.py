@@ -75,6 +75,11 @@ class Lease(_host.Lease):
             keeps: in alias mode, lease the version for as long as a parameter lies in its memory.
                 Otherwise it has to be held while the module computes.
         """
+        if mode not in ("alias", "copy"):
+            raise ValueError(
+                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
+                "keeps the addresses of the parameters"
+            )
         if mode == "copy":
             target.copy(self.reader._views(self.slot))
         elif keeps:
@@ -106,7 +111,7 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        self.memory: Memory = _open_memory(manifest, end)
+        self.memory: Memory = _opened(manifest, end)
         self.device = self.memory.device
         self._slots: dict[int, _SlotViews] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
@@ -163,17 +168,11 @@ class WeightReader:
         self, version: int, limit: float, state: _host.PublisherState
     ) -> RuntimeError | TimeoutError:
         publisher = f"the publisher (pid {self._end.publisher_pid()})"
-        got = f"got {self.version}" if self.version is not None else "got none"
-        if state == _host.PublisherState.open and self.version is None:
-            return TimeoutError(
-                f"version: expected {f'{version} or later' if version else 'a first one'} within "
-                f"{limit} s, got none; {publisher} runs and has published nothing yet: call "
-                "publish() there, or raise timeout"
-            )
+        got = "got none" if self.version is None else f"got {self.version}"
         if state == _host.PublisherState.open:
             return TimeoutError(
                 f"version: expected {version} or later within {limit} s, {got}; {publisher} runs: "
-                "raise timeout, or see what it waits for"
+                "call publish() there, or raise timeout"
             )
         ended = "closed the channel" if state == _host.PublisherState.closed else "is dead"
         return RuntimeError(
@@ -281,16 +280,6 @@ class WeightReader:
                 keeps the version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
-        if mode not in ("alias", "copy"):
-            raise ValueError(
-                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
-                "keeps the addresses of the parameters"
-            )
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"module: expected a module, got {type(module).__name__}; pass the torch.nn.Module "
-                "that computes with the weights"
-            )
         target = self._targets.get(module)
         if target is None:
             target = self._targets[module] = Target(module, self.layout)
@@ -331,7 +320,7 @@ class WeightReader:
         )
 
 
-def _open_memory(manifest: Manifest, end: _host.Reader) -> Memory:
+def _opened(manifest: Manifest, end: _host.Reader) -> Memory:
     """The slots that a channel's manifest describes, in a reader's process."""
     if manifest.memory["kind"] == "cuda":
         from fusedrl.channel.cuda import CudaMemory

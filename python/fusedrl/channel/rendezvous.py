@@ -15,11 +15,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fusedrl.channel.checks import MAX_VERSION, count
-from fusedrl.channel.memory import FullError
 from fusedrl.compat.torch import store_of_ranks
 
 PAUSE_S = 0.002  # between two looks at the store
-KINDS = {kind.__name__: kind for kind in (ValueError, TimeoutError, FullError, RuntimeError)}
 
 
 @contextmanager
@@ -40,7 +38,7 @@ def interrupted_later() -> Iterator[None]:
 
 
 class Rendezvous:
-    """Rounds in which some ranks agree on something, through the store of their process group.
+    """Rounds in which some ranks learn each other's states, through the store of their group.
 
     If a rank does not come to a round, or has an error before it, all others have an error, also
     those that come later. As each round has one outcome, ranks stay in step.
@@ -62,41 +60,37 @@ class Rendezvous:
         self._store = distributed_c10d.PrefixStore(f"fusedrl {name}", self.base)
         self._rank = dist.get_rank()
         self._calls = threading.Lock()
-        self._known: BaseException | None = None  # an error that is the outcome of a round
 
-    def agree(
-        self,
-        patience: float,
-        state: Any = None,
-        decide: Callable[[dict[int, Any]], Any] = lambda states: None,
-    ) -> Any:
-        """Wait until every rank has come, and return the outcome, the same on every rank.
+    def agree(self, patience: float, state: Any = None) -> dict[int, Any]:
+        """Wait until every rank has come, and return the states of all, the same on every rank.
+
+        Call it within :meth:`collective`: what follows from the states is then one error on all.
 
         Args:
             patience: seconds.
             state: of this rank, as JSON has it.
-            decide: makes the outcome of the states of all ranks, on the rank that comes last.
 
         Raises:
-            TimeoutError: ranks did not come in time; the message names them.
-            ValueError: what ``decide`` raised, on every rank.
-            FullError, RuntimeError: another rank had an error, which the message has.
+            TimeoutError: ranks did not come in time, or another rank had such an error; the message
+                names them.
+            RuntimeError: another rank had another error, which the message has.
         """
         key = str(self.round)
         self._store.set(f"rank {self._rank}", json.dumps([self.round, state]))
         if self._store.add(f"{key} came", 1) == len(self.ranks):
-            self._decide(decide)
+            self._settle(None, [json.loads(self._store.get(f"rank {r}"))[1] for r in self.ranks])
+            for old in (str(self.round - 1), f"{self.round - 1} came"):
+                self._store.delete_key(old)
         deadline = time.monotonic() + patience
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 self._settle("TimeoutError", self._late(patience))
             time.sleep(PAUSE_S)
-        kind, value = json.loads(self._store.get(key))
+        error, value = json.loads(self._store.get(key))
+        if error is not None:
+            raise (TimeoutError if error == "TimeoutError" else RuntimeError)(value)
         self.round += 1
-        if kind is not None:
-            self._known = KINDS[kind](value)
-            raise self._known
-        return value
+        return dict(zip(self.ranks, value, strict=True))
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -105,25 +99,13 @@ class Rendezvous:
             try:
                 yield
             except BaseException as error:
-                if error is not self._known:
-                    self._fail(error)
+                self._fail(error)
                 raise
-            finally:
-                self._known = None
-
-    def _decide(self, decide: Callable[[dict[int, Any]], Any]) -> None:
-        states = {r: json.loads(self._store.get(f"rank {r}"))[1] for r in self.ranks}
-        try:
-            self._settle(None, decide(states))
-        except ValueError as error:
-            self._settle("ValueError", str(error))
-        for old in (str(self.round - 1), f"{self.round - 1} came"):
-            self._store.delete_key(old)
 
     def _fail(self, error: BaseException) -> None:
-        """Make an error the outcome of the first round that has none."""
-        kind, text = "FullError", f"{error} (on rank {self._rank})"
-        if not isinstance(error, FullError):
+        """Make an error the outcome of the first round without a value, and leave it."""
+        kind, text = "TimeoutError", f"{error} (on rank {self._rank})"
+        if not isinstance(error, TimeoutError):
             kind, text = (
                 "RuntimeError",
                 f"ranks: expected all of them to take part, got rank {self._rank}: "
@@ -134,9 +116,9 @@ class Rendezvous:
             self.round += 1
         self.round += 1
 
-    def _settle(self, kind: str | None, value: Any) -> tuple[str | None, Any]:
+    def _settle(self, error: str | None, value: Any) -> tuple[str | None, Any]:
         """The outcome of the round, a kind of error or none and a value: these if it has none."""
-        return json.loads(self._store.compare_set(str(self.round), "", json.dumps([kind, value])))
+        return json.loads(self._store.compare_set(str(self.round), "", json.dumps([error, value])))
 
     def _late(self, patience: float) -> str:
         def came(name: str) -> bool:
@@ -188,15 +170,16 @@ def publish_together(
             count("version", version, 0, MAX_VERSION)
         last = -1 if channel.version is None else channel.version
         state = [channel.layout.hash, holds, last, version]
-        version = rendezvous.agree(patience, state, _next_version)
+        version = _next_version(rendezvous.agree(patience, state))
         places = find()
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
-            rendezvous.agree(patience + limit, sum(p.sharded for p in places), _same_shards)
+            shards = rendezvous.agree(patience + limit, sum(p.sharded for p in places))
+            expected = "weights: expected the same number of sharded tensors"
+            _refuse_others(expected, shards, "publish the same model on every rank")
             channel.layout.write(places, writing and writing.views)
             rendezvous.agree(patience + limit)
         rendezvous.version = version
-    assert version is not None
-    return version
+        return version
 
 
 def check_ends(states: dict[int, Any]) -> None:
@@ -209,11 +192,6 @@ def check_ends(states: dict[int, Any]) -> None:
             f"holds: expected True on one of the ranks {list(states)}, got False on all; leave it "
             "out for the first of them"
         )
-
-
-def first_value(values: dict[int, Any]) -> Any:
-    """The value of the first rank that has one."""
-    return next((value for value in values.values() if value is not None), None)
 
 
 def _refuse_others(expected: str, states: dict[int, Any], remedy: str) -> None:
@@ -234,8 +212,3 @@ def _next_version(states: dict[int, Any]) -> int:
             "only grow: leave it out for the next one"
         )
     return wanted
-
-
-def _same_shards(states: dict[int, int]) -> None:
-    expected = "weights: expected the same number of sharded tensors"
-    _refuse_others(expected, states, "publish the same model on every rank")

@@ -275,29 +275,11 @@ def _features(kind: type[nn.Module]) -> tuple[bool, bool, bool]:
 _PARALLEL = "module"
 
 
-@dataclass(frozen=True)
-class PrefixChange:
-    """What changes the names that were given: ``removed`` is taken off, ``added`` is put before."""
-
-    removed: str = ""
-    added: str = ""
-
-    def __call__(self, name: str) -> str:
-        """The name that is meant."""
-        return self.added + name.removeprefix(self.removed)
-
-    def __bool__(self) -> bool:
-        """Whether names are not read as they are."""
-        return bool(self.removed or self.added)
-
-    def __str__(self) -> str:
-        """What it does, for messages."""
-        parts = [f"without {self.removed!r}"] if self.removed else []
-        parts += [f"with {self.added!r} before them"] if self.added else []
-        return " and ".join(parts) or "as they are"
+# What is taken off the names that were given, and what is put before them instead.
+Reading = tuple[str, str]
 
 
-def match_prefixes(names: Collection[str], known: Collection[str]) -> PrefixChange:
+def match_prefixes(names: Collection[str], known: Collection[str]) -> Reading:
     """How ``names`` are read so that as many as possible are ``known``: as they are if that does.
 
     All of them are read in one way. What is taken off or put before is the path of a module that
@@ -308,34 +290,35 @@ def match_prefixes(names: Collection[str], known: Collection[str]) -> PrefixChan
 
     Example:
         >>> from fusedrl.channel.sources import match_prefixes
-        >>> print(match_prefixes(["lm_head.weight"], ["model.lm_head.weight", "model.norm.weight"]))
-        with 'model.' before them
+        >>> match_prefixes(["lm_head.weight"], ["model.lm_head.weight", "model.norm.weight"])
+        ('', 'model.')
     """
-    wanted = set(known)
+    as_they_are, wanted = ("", ""), set(known)
     if wanted.issuperset(names) or wanted.issubset(names):
-        return PrefixChange()
-    scores = {way: sum(way(name) in wanted for name in names) for way in _ways(names, known)}
+        return as_they_are
+    scores = {
+        (off, on): sum(on + name.removeprefix(off) in wanted for name in names)
+        for off, on in _ways(names, known)
+    }
     best = max(scores.values())
-    if scores[PrefixChange()] == best:
-        return PrefixChange()
     ways = [way for way, score in scores.items() if score == best]
+    if as_they_are in ways:
+        return as_they_are
     if len(ways) > 1:
         raise ValueError(
-            f"weights: expected names that can be read in one way, got some that fit "
-            f"{' or '.join(map(str, ways))}; put the whole prefix before them"
+            "weights: expected names that can be read in one way, got some that fit with "
+            f"{' or '.join(repr(on) for _, on in ways)} before them; put the whole prefix there"
         )
     return ways[0]
 
 
-def _ways(names: Collection[str], known: Collection[str]) -> Iterator[PrefixChange]:
+def _ways(names: Collection[str], known: Collection[str]) -> Iterator[Reading]:
     for removed in _paths(names):
         for added in _paths(known):
             off, on = ([part for part in path if part != _PARALLEL] for path in (removed, added))
             # One path for another would take the weights of another model.
             if not off or not on or off == on:
-                yield PrefixChange(
-                    "".join(f"{p}." for p in removed), "".join(f"{p}." for p in added)
-                )
+                yield "".join(f"{p}." for p in removed), "".join(f"{p}." for p in added)
 
 
 def _paths(names: Collection[str]) -> list[list[str]]:

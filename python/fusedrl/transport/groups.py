@@ -40,86 +40,42 @@ _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 
 
 class Group(NamedTuple):
-    """Where the tensors of one group lie in memory: from byte ``offset`` on.
-
-    The tensors have one of three forms. Without dimensions, there are ``count`` of them. With the
-    same ``inner`` dimensions behind the first one, ``lengths`` are their sizes along the first.
-    With any ``shapes``, ``lengths`` are their numbers of elements.
-    """
+    """Where the tensors of one group lie in memory: one after the other from byte ``offset`` on."""
 
     dtype: torch.dtype
     offset: int
-    count: int
-    lengths: list[int] | None
-    inner: tuple[int, ...]
-    shapes: list[torch.Size] | None
+    shapes: list[torch.Size]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of all of them as one tensor."""
-        return (self.count if self.lengths is None else sum(self.lengths), *self.inner)
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory they take."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def sizes(self) -> list[int]:
+        """The number of elements of each tensor."""
+        return list(map(math.prod, self.shapes))
 
     def whole(self, memory: Tensor) -> Tensor:
-        """All of them as one tensor: a view of a flat tensor of bytes."""
-        values = memory[self.offset : self.offset + self.nbytes]
-        return values.view(self.dtype).view(self.shape)
+        """All of them as one flat tensor: a view of a flat tensor of bytes."""
+        nbytes = sum(self.sizes) * self.dtype.itemsize
+        return memory[self.offset : self.offset + nbytes].view(self.dtype)
 
     def tensors(self, memory: np.ndarray[Any, Any]) -> list[Tensor]:
         """Each tensor of the group, over its own part of a flat array of bytes.
 
         Their storages are separate, so that a pickle or a copy of one has nothing of the others.
         """
-        values = memory[self.offset : self.offset + self.nbytes]
-        whole = values.view(_NUMPY[self.dtype]).reshape(self.shape)
-        if self.lengths is None:
-            arrays = [whole[index, ...] for index in range(self.count)]
-        else:
-            ends = accumulate(self.lengths, initial=0)
-            arrays = [whole[start:stop] for start, stop in pairwise(ends)]
-        if self.shapes is not None:
-            arrays = [array.reshape(s) for array, s in zip(arrays, self.shapes, strict=True)]
+        ends = [*accumulate(self.sizes, initial=0)]
+        values = memory[self.offset : self.offset + ends[-1] * self.dtype.itemsize]
+        whole = values.view(_NUMPY[self.dtype])
+        arrays = [
+            whole[start:stop] if len(shape) == 1 else whole[start:stop].reshape(shape)
+            for (start, stop), shape in zip(pairwise(ends), self.shapes, strict=True)
+        ]
         tensors = list(map(torch.from_numpy, arrays))
-        if tensors and tensors[0].dtype != self.dtype:
+        if tensors[0].dtype != self.dtype:
             return [tensor.view(self.dtype) for tensor in tensors]
         return tensors
 
 
-class _Members:
-    """The tensors of a group, and their shapes."""
-
-    def __init__(self, dtype: torch.dtype, inner: torch.Size | None, flat: bool) -> None:
-        self.dtype, self.inner, self.flat = dtype, inner, flat
-        self.tensors: list[Tensor] = []
-        self.shapes: list[torch.Size] = []
-
-    def group(self, offset: int) -> Group:
-        """The group, from ``offset`` in memory on."""
-        count, lengths, shapes = len(self.tensors), None, None
-        if self.flat:
-            lengths, shapes = [shape.numel() for shape in self.shapes], self.shapes
-        elif self.inner is not None:
-            lengths = [shape[0] for shape in self.shapes]
-        return Group(self.dtype, offset, count, lengths, tuple(self.inner or ()), shapes)
-
-    def copy(self, whole: Tensor) -> None:
-        """Write them into one tensor of the group's shape."""
-        tensors = self.tensors
-        if self.flat:
-            tensors = [tensor.reshape(-1) for tensor in tensors]
-        concatenate = torch.cat if self.inner is not None or self.flat else torch.stack
-        if tensors[0].device == whole.device:
-            concatenate(tensors, out=whole)
-        else:
-            whole.copy_(concatenate(tensors))
-
-
 class TensorGroups:
-    """Collects tensors that are to be copied into memory, grouped by dtype and inner shape.
+    """Collects tensors that are to be copied into memory, grouped by dtype and device.
 
     Args:
         share: whether to leave out tensors on CUDA devices, which then stay where they are.
@@ -127,13 +83,13 @@ class TensorGroups:
 
     def __init__(self, share: bool = False) -> None:
         self._share = share
-        self._members: dict[Any, tuple[int, _Members]] = {}
+        self._members: dict[tuple[torch.dtype, torch.device], tuple[int, list[Tensor]]] = {}
         self._places: dict[int, tuple[int, int]] = {}  # by id; the members keep tensors alive
 
     def add(self, tensors: list[Tensor]) -> Places | None:
         """Add tensors and return where they are, or ``None`` if some are not plain memory."""
         try:
-            shapes = list(map(_shape, tensors))
+            list(map(_shape, tensors))
         except RuntimeError:  # strided nested tensors have none
             return None
         dtypes, layouts = set(map(_dtype, tensors)), set(map(_layout, tensors))
@@ -145,51 +101,49 @@ class TensorGroups:
         ids = list(map(id, tensors))
         fresh = len(set(ids)) == len(ids) and self._places.keys().isdisjoint(ids)
         if fresh and on_cpu and len(dtypes) == 1:
-            return self._append(tensors, ids, shapes)
-        for key, tensor, shape in zip(ids, tensors, shapes, strict=True):
+            return self._append(tensors, ids)
+        for key, tensor in zip(ids, tensors, strict=True):
             if key not in self._places:
-                self._append([tensor], [key], [shape])
+                self._append([tensor], [key])
         return [self._places[key] for key in ids]
 
-    def _append(
-        self, tensors: list[Tensor], ids: list[int], shapes: list[torch.Size]
-    ) -> tuple[int, int, int]:
+    def _append(self, tensors: list[Tensor], ids: list[int]) -> tuple[int, int, int]:
         """Add tensors of one dtype and device."""
-        inner = {shape[1:] if shape else None for shape in set(shapes)}
-        flat = len(inner) > 1
-        kind = tensors[0].dtype, None if flat else inner.pop(), flat
-        key = *kind, tensors[0].device
-        if key not in self._members:
-            self._members[key] = len(self._members), _Members(*kind)
-        number, members = self._members[key]
-        start = len(members.tensors)
-        members.tensors += tensors
-        members.shapes += shapes
-        stop = len(members.tensors)
+        key = tensors[0].dtype, tensors[0].device
+        number, members = self._members.setdefault(key, (len(self._members), []))
+        start, stop = len(members), len(members) + len(tensors)
+        members += tensors
         self._places.update(zip(ids, zip(repeat(number), range(start, stop)), strict=True))
         return number, start, stop
 
     @property
     def device(self) -> torch.device | None:
         """The device of the first tensor."""
-        for _, members in self._members.values():
-            return members.tensors[0].device
-        return None
+        return next((device for _, device in self._members), None)
 
     def layout(self) -> tuple[list[Group], int]:
         """The groups with their offsets, and how many bytes they need, which is never 0."""
         groups: list[Group] = []
         offset = 0
-        for _, members in self._members.values():
-            groups.append(members.group(offset))
-            offset += -(-groups[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        known: dict[torch.Size, torch.Size] = {}  # equal shapes are one object in the pickle
+        for (dtype, _), (_, members) in self._members.items():
+            shapes = [known.setdefault(shape, shape) for shape in map(_shape, members)]
+            groups.append(Group(dtype, offset, shapes))
+            offset += -(-sum(groups[-1].sizes) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return groups, max(offset, ALIGNMENT)
 
     @torch.no_grad()
     def copy(self, groups: list[Group], memory: Tensor) -> None:
         """Write all tensors to a flat tensor of bytes, each where :meth:`layout` puts it."""
         for group, (_, members) in zip(groups, self._members.values(), strict=True):
-            members.copy(group.whole(memory))
+            whole, flat = (
+                group.whole(memory),
+                [t.reshape(-1) if t.ndim != 1 else t for t in members],
+            )
+            if flat[0].device == whole.device:
+                torch.cat(flat, out=whole)
+            else:
+                whole.copy_(torch.cat(flat))
 
 
 def nested_parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -14,7 +14,6 @@ from typing import Any
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.vllm.channel_socket import ChannelSocket
 from fusedrl.vllm.engines import InFlight, engine_of
 from fusedrl.vllm.updates import Updates, to_its_end
 
@@ -43,8 +42,6 @@ class EngineWeights:
         in_flight: what happens to running requests. With ``"recompute"`` they go on, and the keys
             and values of their tokens are computed again with the new weights. With ``"wait"`` the
             update begins when they have ended.
-        socket: path of a Unix socket, for an engine that sees other process ids than this process,
-            such as containers on one machine that share the folder of the path.
         timeout: seconds that the engine's workers wait for a version.
 
     Raises:
@@ -55,7 +52,8 @@ class EngineWeights:
         >>> from fusedrl import WeightChannel
         >>> from fusedrl.vllm import EngineWeights
         >>> def train(model, llm, steps):  # llm = LLM(..., weight_transfer_config=...)
-        ...     with WeightChannel.create(model) as channel, EngineWeights(channel, llm) as weights:
+        ...     with WeightChannel.create(model) as channel:
+        ...         weights = EngineWeights(channel, llm)
         ...         for step in range(steps):
         ...             version = weights.update()
         ...             rollouts = llm.generate(...)
@@ -67,7 +65,6 @@ class EngineWeights:
         engine: Any,
         *,
         in_flight: InFlight = "recompute",
-        socket: str | None = None,
         timeout: float = 60.0,
     ) -> None:
         if in_flight not in ("recompute", "wait"):
@@ -79,7 +76,7 @@ class EngineWeights:
         timeout = seconds("timeout", timeout)
         self._updating = threading.Lock()
         renew_in_children(self, _updating=threading.Lock)
-        self._socket = self._updates = None
+        self._updates = None
         if not channel.holds:
             if engine is not None:
                 raise ValueError(
@@ -89,13 +86,11 @@ class EngineWeights:
             return
         called = engine_of(engine, timeout)
         self._updating = _TURNS.setdefault(called.key, self._updating)
-        self._socket = None if socket is None else ChannelSocket(channel, socket)
         self._updates = Updates(
             channel.handle,
             lambda: channel.version,
             called,
             in_flight=in_flight,
-            socket=socket,
             timeout=timeout,
         )
 
@@ -175,9 +170,7 @@ class EngineWeights:
             raise
 
     def _published(self, weights: Any, version: int | None) -> int:
-        published = self.channel.publish(weights, version)
-        assert published is not None  # on_full="block"
-        return published
+        return self.channel.publish(weights, version)
 
     def _newest(self) -> int:
         if (newest := self.channel.version) is None:
@@ -191,16 +184,3 @@ class EngineWeights:
         loaded = self.channel.agreed(loaded)
         assert loaded is not None  # one rank has slots
         return loaded
-
-    def close(self) -> None:
-        """Disconnect the engine, which keeps the version that it has."""
-        if self._socket is not None:
-            self._socket.close()
-
-    def __enter__(self) -> EngineWeights:
-        """The object itself."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Close it."""
-        self.close()

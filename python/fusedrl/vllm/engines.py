@@ -21,10 +21,10 @@ BACKEND = "fusedrl"
 InFlight = Literal["recompute", "wait"]
 # Seconds that workers have for loading a version, or for finding out that it does not exist.
 _LOADING = 60.0
-# Seconds within which the end of an engine is noticed.
-_ALIVE = 0.5
 # Seconds in which a server says whether its engine runs.
 _HEALTH = 5.0
+# Seconds within which the end of an engine is noticed.
+_ALIVE = 0.5
 _ENDED = (
     "engine: expected one that runs, got one that has ended during the call; start a new one: its "
     "log says why it ended"
@@ -70,10 +70,6 @@ class Engine:
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
-        return _answer_in_thread(lambda: call(*args), self._end)
-
-    def _end(self) -> str | None:
-        """What to say of an engine that has ended; ``None`` while it runs."""
         raise NotImplementedError
 
     async def forget(self) -> None:
@@ -126,8 +122,8 @@ def _check_backend(vllm_config: Any) -> None:
         )
 
 
-def _answer_in_thread(call: Callable[[], Any], end: Callable[[], str | None]) -> Any:
-    """Make a call that may never return, and raise what ``end`` says once it says something."""
+def _answer_in_thread(call: Callable[[], Any], has_ended: Callable[[], bool]) -> Any:
+    """Make a call that never returns if the engine ends meanwhile, and raise an error then."""
     answer: Future[Any] = Future()
 
     def wait() -> None:
@@ -138,8 +134,8 @@ def _answer_in_thread(call: Callable[[], Any], end: Callable[[], str | None]) ->
 
     threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
     while not wait_for([answer], timeout=_ALIVE).done:
-        if (ended := end()) and not wait_for([answer], timeout=_ALIVE).done:
-            raise RuntimeError(ended)
+        if has_ended() and not wait_for([answer], timeout=_ALIVE).done:
+            raise RuntimeError(_ENDED)
     return answer.result()
 
 
@@ -162,10 +158,9 @@ class Offline(Engine):
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call; an engine in this process has to be called by this thread."""
-        return call(*args) if runs_in_this_process(self._llm) else await super().ask(call, *args)
-
-    def _end(self) -> str | None:
-        return _ENDED if offline_engine_has_ended(self._llm) else None
+        if runs_in_this_process(self._llm):
+            return call(*args)
+        return _answer_in_thread(lambda: call(*args), lambda: offline_engine_has_ended(self._llm))
 
 
 class InLoop(Engine):
@@ -228,30 +223,27 @@ class Server(Engine):
         self.drop_keys = lambda: json.loads(self._post(drop))["success"]
         self.drop_encoded = lambda: self._post("reset_encoder_cache")
 
-    def _end(self) -> str | None:
-        if self._is_healthy():
-            return None
-        return (
-            f"engine: expected one that runs behind {self._server}, got a server whose engine has "
-            "ended; its log says why: start it again"
-        )
+    async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
+        return _answer_in_thread(lambda: call(*args), self._has_ended)
 
-    def _is_healthy(self) -> bool:
+    def _has_ended(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._server}/health", timeout=_HEALTH):
-                return True
+            self._request("GET", "health", None, _HEALTH)
         except TimeoutError:
-            return True  # busy
-        except (OSError, http.client.HTTPException) as error:
-            return isinstance(getattr(error, "reason", None), TimeoutError)
+            pass  # busy
+        except RuntimeError as error:
+            return not isinstance(getattr(error.__cause__, "reason", None), TimeoutError)
+        return False
 
     def _get(self, path: str) -> Any:
-        return json.loads(self._request("GET", path, None))
+        return json.loads(self._request("GET", path, None, self._timeout))
 
     def _post(self, path: str, fields: dict[str, Any] | None = None) -> bytes:
-        return self._request("POST", path, b"" if fields is None else json.dumps(fields).encode())
+        data = b"" if fields is None else json.dumps(fields).encode()
+        return self._request("POST", path, data, self._timeout)
 
-    def _request(self, method: str, path: str, data: bytes | None) -> bytes:
+    def _request(self, method: str, path: str, data: bytes | None, timeout: float) -> bytes:
         request = urllib.request.Request(
             f"{self._server}/{path}",
             data=data,
@@ -259,7 +251,7 @@ class Server(Engine):
             method=method,
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             raise RuntimeError(
@@ -268,7 +260,7 @@ class Server(Engine):
             ) from error
         except TimeoutError as error:
             raise TimeoutError(
-                f"engine: expected {self._server} to answer within {self._timeout} s, got "
+                f"engine: expected {self._server} to answer within {timeout} s, got "
                 "nothing; see what it does, or raise timeout"
             ) from error
         except (OSError, http.client.HTTPException) as error:

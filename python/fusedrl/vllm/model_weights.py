@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.channel.layout import Entry, Layout, listed
+from fusedrl.channel.tensors import described
 from fusedrl.compat import transformers, vllm
 from fusedrl.compat.torch import DispatchMode, storage_of, writes
 
@@ -168,7 +169,7 @@ def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[En
         except (IndexError, RuntimeError) as error:
             raise ValueError(
                 f"channel: expected a {entry.name} that a checkpoint has in parts, got "
-                f"{entry.described()}, of which transformers says {error}; create the channel from "
+                f"{described(entry)}, of which transformers says {error}; create the channel from "
                 "the model that the engine runs"
             ) from error
         converted += [replace(entry, name=name, shape=tuple(x.shape)) for name, x in parts]
@@ -202,7 +203,7 @@ def _fit(vllm_config: Any, entries: Sequence[Entry]) -> Fit:
     except Exception:
         return Fit([], _refused(vllm_config, weights))
     unused = [
-        f"{entry.name}: expected no such entry, got {entry.described()}"
+        f"{entry.name}: expected no such entry, got {described(entry)}"
         for entry in entries
         # A model need not use the second name of a tied weight.
         if entry.name not in copies.used and entry.kind == "parameter" and entry.tied_to is None

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket as sockets
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -32,21 +31,6 @@ _RUNS = ("compute_logits", "forward")
 
 
 @dataclass
-class VersionLease:
-    """Which version the workers of an engine are to lease.
-
-    Attributes:
-        version: the version to lease; another one would get a wrong number in the engine.
-        timeout: seconds to wait for it; the channel's own if ``None``.
-        server: the address of a server, which outlives its trainer; ``None`` for another engine.
-    """
-
-    version: int
-    timeout: float | None = None
-    server: str | None = None
-
-
-@dataclass
 class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
     """A message of a trainer: the address of its channel, as plain JSON, and what to do with it.
 
@@ -54,8 +38,10 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
         pid: the publisher's process id, as the engine's processes see it.
         fd: the channel's file descriptor in the publisher's process.
         session: the channel's secret.
-        socket: path of a Unix socket that passes the channel, where the engine sees other pids.
-        lease: the fields of a :class:`VersionLease`, with which an update begins.
+        lease: the version that all workers are to lease, with which an update begins; another one
+            would get a wrong number in the engine.
+        timeout: seconds to wait for it; the channel's own if ``None``.
+        server: the address of a server, which outlives its trainer; ``None`` for another engine.
         stays: whether a server, which is paused next, stays paused after the update.
         load: the version that is leased, to load it.
         over: the update has ended.
@@ -64,8 +50,9 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
     pid: int
     fd: int
     session: str = field(repr=False)
-    socket: str | None = None
-    lease: dict[str, Any] | None = None
+    lease: int | None = None
+    timeout: float | None = None
+    server: str | None = None
     stays: bool | None = None
     load: int | None = None
     over: bool = False
@@ -105,7 +92,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             Exception: an error of vLLM's model while it is loaded, which then refuses to run.
         """
         if init_info.lease is not None:
-            self._take_lease(init_info, VersionLease(**init_info.lease))
+            self._take_lease(init_info, init_info.lease)
         elif init_info.load is not None:
             self._load(init_info.session, init_info.load)
         elif init_info.over:
@@ -136,15 +123,15 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         if reader is not None:
             reader.close()
 
-    def _take_lease(self, address: ChannelMessage, wanted: VersionLease) -> None:
+    def _take_lease(self, address: ChannelMessage, version: int) -> None:
         """Open the channel, and lease a version; each on all ranks or none."""
         ranks, guard = Ranks.of_this_process(), self._guard
 
         def check() -> bool:
             if guard is not None and guard.is_watching and guard.session != address.session:
                 raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
-            if wanted.server is not None and ranks.rank == 0:
-                check_reachable(wanted.server)
+            if address.server is not None and ranks.rank == 0:
+                check_reachable(address.server)
             return True
 
         if not ranks.all_or_none(check):
@@ -159,10 +146,10 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         with contextlib.ExitStack() as leased:
 
             def lease() -> Lease:
-                lease = leased.enter_context(reader.lease(wanted.version, wanted.timeout))
-                if lease.version != wanted.version:
+                lease = leased.enter_context(reader.lease(version, address.timeout))
+                if lease.version != version:
                     raise RuntimeError(
-                        f"version: expected {wanted.version}, got a channel that has published "
+                        f"version: expected {version}, got a channel that has published "
                         f"{lease.version} since; ask for that one"
                     )
                 return lease
@@ -171,11 +158,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
                 return
             leased.pop_all()
         self._lease = taken
-        if wanted.server is not None and ranks.rank == 0:
-            fields = {name: getattr(address, name) for name in ("pid", "fd", "session", "socket")}
-            self._guard = PauseGuard(
-                wanted.server, fields, wanted.version, reader.is_publisher_dead
-            )
+        if address.server is not None and ranks.rank == 0:
+            fields = {name: getattr(address, name) for name in ("pid", "fd", "session")}
+            self._guard = PauseGuard(address.server, fields, version, reader.is_publisher_dead)
 
     def _is_read(self, session: str) -> bool:
         return self._reader is not None and self._reader.session == session
@@ -228,7 +213,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         with contextlib.ExitStack() as opened:
 
             def check() -> tuple[WeightReader, ModelWeights]:
-                reader = opened.enter_context(_opened(address))
+                reader = opened.enter_context(
+                    WeightHandle(address.pid, address.fd, address.session).open()
+                )
                 check_connectors(self.vllm_config)
                 return reader, ModelWeights(self.model, self.vllm_config, reader.layout)
 
@@ -242,21 +229,6 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         self.shutdown()
         self._reader, self._weights, self._loaded = reader, weights, None
         return True
-
-
-def _opened(address: ChannelMessage) -> WeightReader:
-    handle = WeightHandle(address.pid, address.fd, address.session)
-    if address.socket is None:
-        return handle.open()
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as socket:
-        try:
-            socket.connect(address.socket)
-        except OSError as error:
-            raise RuntimeError(
-                f"socket: expected the trainer's Unix socket at {address.socket}, got "
-                f"{error.strerror or error}; mount its folder into the engine's container"
-            ) from error
-        return handle.open(socket)
 
 
 def check_used(unused: set[str]) -> bool:

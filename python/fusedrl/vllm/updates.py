@@ -45,7 +45,6 @@ class Updates:
         newest: returns the version that is published last.
         engine: the engine.
         in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
-        socket: path of the Unix socket that passes the channel, if the engine sees other pids.
         timeout: seconds that the engine's workers wait for a version.
 
     Attributes:
@@ -59,11 +58,10 @@ class Updates:
         engine: Engine,
         *,
         in_flight: InFlight = "recompute",
-        socket: str | None = None,
         timeout: float = 60.0,
     ) -> None:
         self.version: int | None = None
-        self._address = asdict(handle) if socket is None else {**asdict(handle), "socket": socket}
+        self._address = asdict(handle)
         self._newest = newest
         self._engine = engine
         self._in_flight: InFlight = in_flight
@@ -137,7 +135,7 @@ class Updates:
         address = self._engine.address
         deadline = time.monotonic() + self._timeout + _PATIENCE
         for _ in range(_TRIES):
-            lease = {"version": version, "timeout": self._timeout, "server": address}
+            lease = {"lease": version, "timeout": self._timeout, "server": address}
             try:
                 while not await self._has_leased(lease, deadline):
                     time.sleep(_AGAIN)
@@ -156,7 +154,7 @@ class Updates:
     async def _has_leased(self, lease: dict[str, Any], deadline: float) -> bool:
         """Whether the workers have a lease; false, before a deadline, if a server is busy."""
         try:
-            await self._tell(lease=lease)
+            await self._tell(**lease)
         except RuntimeError as error:
             if BUSY not in str(error) or time.monotonic() > deadline:
                 raise

@@ -45,10 +45,6 @@ def pairs(source: Weights, target: TensorDictBase) -> list[tuple[Tensor, Place]]
     there, brought = places_of(target), places_of(source)
     if not there and not brought:
         return []
-    if not there:
-        raise ValueError(
-            f"weights: expected none, as the policy has none, got {min(brought)!r}; leave them out"
-        )
     matched = Layout.of(target).matched_part(source)
     return [(there[name].tensor, place) for name, place in matched.items()]
 

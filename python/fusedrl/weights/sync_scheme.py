@@ -266,7 +266,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if weights is not None and not isinstance(weights, Mapping):
             weights = module_of(weights)
         published = self.channel.publish(weights, version)
-        assert published is not None
         tracker: Any = getattr(self.context, "policy_version_tracker", None)
         if is_policy(self._id()) and getattr(tracker, "version_type", None) in (int, "int"):
             tracker.version = published

@@ -43,9 +43,6 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
         weight_getter: Callable[[], TensorDictBase] | None,
         policy_weights: TensorDictBase | None,
     ) -> None:
-        _check_getter("weight_getter", weight_getter)
-        if policy_weights is not None:
-            _check_weights("policy_weights", policy_weights)
         self.weight_getter = weight_getter
         self.policy_weights = policy_weights
 
@@ -58,13 +55,10 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
             return TensorDict.from_module(policy)
         return self.policy_weights
 
-    def _map_weights(self, server_weights: TensorDictBase) -> TensorDictBase:
-        return server_weights
-
     def _maybe_map_weights(
         self, server_weights: TensorDictBase | None, local_weights: TensorDictBase | None
     ) -> TensorDictBase | None:
-        return None if server_weights is None else self._map_weights(server_weights)
+        return server_weights
 
     def _update_local_weights(
         self, local_weights: TensorDictBase | None, mapped_weights: TensorDictBase | None
@@ -118,14 +112,6 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         timeout: float = 300.0,
         slots: int = 3,
     ) -> None:
-        _check_getter("get_server_weights", get_server_weights)
-        if not isinstance(policy_weights, Mapping) or isinstance(policy_weights, TensorDictBase):
-            raise TypeError(
-                "policy_weights: expected a dict from a worker's device to its weights, got "
-                f"{type(policy_weights).__name__}; pass {{torch.device('cpu'): weights}}"
-            )
-        for worker, weights in policy_weights.items():
-            _check_weights(f"policy_weights[{worker!r}]", weights)
         self.weights_getter = get_server_weights
         self.policy_weights = policy_weights
         self.timeout = seconds("timeout", timeout)
@@ -240,7 +226,6 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         *,
         timeout: float = 300.0,
     ) -> None:
-        _check_weights("policy_weights", policy_weights)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
@@ -302,19 +287,3 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         answer = self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
         self._skipped[worker_id] = 0
         return answer
-
-
-def _check_weights(name: str, weights: Any) -> None:
-    if not isinstance(weights, TensorDictBase):
-        raise TypeError(
-            f"{name}: expected a tensordict, got {type(weights).__name__}; take a policy's weights "
-            "with TensorDict.from_module(policy)"
-        )
-
-
-def _check_getter(name: str, getter: Any) -> None:
-    if getter is not None and not callable(getter):
-        raise TypeError(
-            f"{name}: expected a function that returns weights, or None, got "
-            f"{type(getter).__name__}; wrap it: lambda: weights"
-        )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedrl.channel import WeightReader
-from fusedrl.channel.following import version_of
+from fusedrl.channel.following import followers_of
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import module_places
 from fusedrl.compat import torch as torch_names
@@ -116,7 +116,8 @@ def replace_by_copy(collector: Any, model_id: str, layout: Layout) -> Callable[[
         TypeError: something in the policy cannot be copied.
         ValueError: the policy is a copy already, or the path is that of another model.
     """
-    if model_id.split(".")[0] != "policy" or version_of(collector.policy) is not None:
+    policy = getattr(collector.policy, "module", collector.policy)
+    if not is_policy(model_id) or followers_of(policy):
         raise ValueError(
             "weight_sync_schemes: expected one for the policy alone in the trainer's process, got "
             f"{model_id!r}; use 'policy' for all of it, and another process for other models"
