@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 from fusedrl.channel.rendezvous import interrupted_later
-from fusedrl.collectors.progress import BatchFacts
+from fusedrl.collectors.policy_version import versions_in
 from fusedrl.compat.torchrl import for_buffer
 
 logger = logging.getLogger("fusedrl")
 
-Advance = Callable[[BatchFacts], None]
+Advance = Callable[[Any], None]  # shows a batch
 
 
 class Ready(NamedTuple):
@@ -38,7 +38,6 @@ class BatchStream:
     Args:
         collector: whose batches they are; it is not kept alive.
         buffer: the buffer that gets the batches here, if any.
-        max_staleness: drop a batch that is more than this number of versions behind, if any.
 
     Attributes:
         background: the thread that may take the batches.
@@ -53,9 +52,9 @@ class BatchStream:
 
     counter = ""  # the class of the collector, and its attribute that counts what is dropped
 
-    def __init__(self, collector: Any, buffer: Any, max_staleness: int | None) -> None:
+    def __init__(self, collector: Any, buffer: Any) -> None:
         self._collector = weakref.proxy(collector)
-        self.buffer, self.max_staleness = buffer, max_staleness
+        self.buffer = buffer
         self.background = Background(self.counter.partition(".")[0])
         self.frames = self.batches = self.dropped = 0
         self.storing = threading.Lock()
@@ -103,10 +102,9 @@ class BatchStream:
         return self.ready
 
     def _make_ready(self, counted: Any, advance: Advance) -> None:
-        facts = BatchFacts(self._collector, counted.batch)
-        drops = facts.are_too_old(self.max_staleness, self.dropped, self.counter)
+        drops = self._is_too_old(counted.batch)
         self._request()
-        advance(facts)
+        advance(counted.batch)
         if drops:
             self.dropped += counted.batch.numel()
             self._counted = None
@@ -114,6 +112,22 @@ class BatchStream:
         batch = self._finished(counted.batch)
         with interrupted_later():  # a buffer cannot go on with half of a batch
             self.ready, self._counted = Ready(self._stored(batch)), None
+
+    def _is_too_old(self, batch: Any) -> bool:
+        """Whether to drop a batch; the first time is logged."""
+        most = self._collector.max_staleness
+        if most is None:
+            return False
+        staleness = self._collector.policy_version - min(versions_in(batch))
+        if staleness > most and not self.dropped:
+            logger.warning(
+                "a batch was dropped, its oldest turn is %d versions old and max_staleness is %d; "
+                "%s counts (this is said once)",
+                staleness,
+                most,
+                self.counter,
+            )
+        return staleness > most
 
     def _stored(self, batch: Any) -> Any:
         """A batch to hand out, or ``None`` once it is in the buffer."""

@@ -91,7 +91,7 @@ class RayLLMCollector(_RayLLMCollector):
 
     Raises:
         TypeError, ValueError: as for :class:`LLMCollector`, or a buffer of this process.
-        RuntimeError: Ray is not installed.
+        ImportError: Ray is not installed.
         ray.exceptions.RayActorError: later, with its reason: the actor could not make its
             collector, or is dead. What the collector raises is raised here, with its traceback.
 
@@ -235,10 +235,8 @@ def _client_of(buffer: Any) -> Any:
 
 
 def _start_ray(config: dict[str, Any] | None) -> None:
-    try:
-        import ray
-    except ImportError as error:
-        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
+    import ray
+
     if not ray.is_initialized():
         from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
 

@@ -302,10 +302,6 @@ def store_of_ranks() -> Any:
 
 # Storages, and the ops that write to them.
 
-EXTRA_STATE = TORCH.take(
-    "torch.nn.modules.module:_EXTRA_STATE_KEY_SUFFIX",
-    "what a module adds to its state is checked by the module alone",
-)
 DispatchMode = TORCH.take(
     "torch.utils._python_dispatch:TorchDispatchMode",
     "what a loader copies from where is seen op by op",

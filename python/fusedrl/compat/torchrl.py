@@ -62,8 +62,7 @@ TORCHRL.names(
         *("_frames", "_iter", "_iterator", "_use_buffers", "_weight_sync_schemes"),
         *("_legacy_weight_updater", "_install_profile_hooks", "_uninstall_profile_hooks"),
         *("_post_collect_hook", "_set_worker_attr", "_iter_by_trajectories"),
-        *("_flush_trajectory_assembly", "_normalize_worker_calls", "_read_compile_kwargs"),
-        *("_get_devices",),
+        *("_flush_trajectory_assembly", "_normalize_worker_calls", "_get_devices"),
     ),
     "ours is one of them, with a worker of its own",
 )
@@ -80,14 +79,6 @@ def process_context() -> Any:
     from torchrl._utils import _get_mp_ctx
 
     return _get_mp_ctx()
-
-
-@TORCHRL.needs("torchrl.collectors._constants:DEFAULT_EXPLORATION_TYPE")
-def default_exploration() -> Any:
-    """The exploration type that torchrl's collectors have by default."""
-    from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
-
-    return DEFAULT_EXPLORATION_TYPE
 
 
 @TORCHRL.needs("torchrl.collectors._base:_ProfilerHook")

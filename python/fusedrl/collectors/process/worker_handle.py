@@ -335,7 +335,6 @@ class WorkerBatches(BatchStream):
     Args:
         worker: the process.
         collector: as for :class:`BatchStream`.
-        max_staleness: as for :class:`BatchStream`.
 
     Attributes:
         number: the number that the worker gave to the batch that was taken last.
@@ -343,8 +342,8 @@ class WorkerBatches(BatchStream):
 
     counter = "AsyncCollector.stale_frames"
 
-    def __init__(self, worker: WorkerHandle, collector: Any, max_staleness: int | None) -> None:
-        super().__init__(collector, None, max_staleness)
+    def __init__(self, worker: WorkerHandle, collector: Any) -> None:
+        super().__init__(collector, None)
         self._worker = worker
         self.number = 0
 
