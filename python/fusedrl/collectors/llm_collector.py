@@ -16,7 +16,6 @@ from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.following import Following
-from fusedrl.collectors.batch_stream import Rest
 from fusedrl.collectors.batches import batches_of
 from fusedrl.collectors.loop_collector import LoopCollector, RolloutBatches
 from fusedrl.collectors.options import (
@@ -25,7 +24,6 @@ from fusedrl.collectors.options import (
 )
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
-from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
@@ -167,19 +165,13 @@ class LLMCollector(LoopCollector):
 
     # Batches.
 
-    def __iter__(self) -> Iterator[Any]:
-        """As :meth:`iterator`; an error of the policy or of the environment shuts it down."""
-        self._iteration_started = True  # torchrl's profiler asks
-        return Rest(self._stream, lambda: progress_bar(self), self.shutdown)
-
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
-        return Rest(self._stream, lambda: progress_bar(self))
+        yield from self._stream.rest()
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device, or ``None`` at the end."""
-        batch: Any = self._stream.next(lambda: iter(self))
-        return batch if batch is None or batch.device is None else batch.clear_device_()
+        return next(iter(self._stream.take()), None)
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
@@ -196,16 +188,6 @@ class LLMCollector(LoopCollector):
     def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
         self._require_open()
         return self.policy(carried)
-
-    @classmethod
-    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
-        """The class of Ray actors that are such a collector.
-
-        Args:
-            remote_config: Ray's options for them.
-        """
-        # Ray takes no empty options, which torchrl gives it.
-        return super().as_remote(remote_config or {"max_concurrency": 1})
 
     def is_initialized(self) -> bool:
         """Whether the collector can be used: it is not shut down."""
@@ -285,21 +267,11 @@ class LLMCollector(LoopCollector):
         Raises:
             ValueError: versions are tracked as UUIDs, or another channel is followed.
         """
-        self._versions.follow(follower)
-        return self._versions.leave
+        return self._versions.follow(follower)
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Give the policy the version of the turn in which a transform of ``env`` calls this."""
         return self._loop.scoring()
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment; returns the seed that follows.
-
-        Raises:
-            RuntimeError: the collector is shut down.
-        """
-        self._require_open()
-        return super().set_seed(seed, static_seed=static_seed)
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs at the next rollout; no later batch has turns from before.

@@ -43,12 +43,9 @@ class CollectorOptions:
 
     def __post_init__(self) -> None:
         """Check what holds of every collector."""
-        check_whole(
-            "dialog_turns_per_batch", self.dialog_turns_per_batch, 1, "turns", "1 is the least"
-        )
-        check_total("total_dialog_turns", self.total_dialog_turns, "turns")
-        if self.max_staleness is not None:
-            check_whole("max_staleness", self.max_staleness, 0, "versions", "None keeps everything")
+        check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
+        check_total("total_dialog_turns", self.total_dialog_turns)
+        check_whole("max_staleness", self.max_staleness, 0)
         self._check_versions()
         self._check_ways()
 
@@ -153,30 +150,22 @@ class DialogOptions(CollectorOptions):
 DialogOptions.__init__.__qualname__ = "LLMCollector.__init__"
 
 
-def check_whole(name: str, value: Any, least: int, unit: str, remedy: str) -> None:
-    """Raise unless a value is a whole number, ``least`` or more, or ``None``.
-
-    Args:
-        name: the name of the argument.
-        value: its value.
-        least: the smallest number that is accepted.
-        unit: what is counted.
-        remedy: the end of the message, which says what to do.
-    """
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Raise unless the value of an argument is ``None`` or a whole number, ``least`` or more."""
     if value is None:
         return
     if not isinstance(value, SupportsIndex) or isinstance(value, bool | float):
-        raise TypeError(f"{name}: expected a whole number of {unit}, got {value!r}; {remedy}")
+        raise TypeError(f"{name}: expected a whole number, {least} or more, got {value!r}")
     if operator.index(value) < least:
-        raise ValueError(f"{name}: expected {least} or more {unit}, got {value!r}; {remedy}")
+        raise ValueError(f"{name}: expected {least} or more, got {value!r}")
 
 
-def check_total(name: str, value: Any, unit: str) -> None:
+def check_total(name: str, value: Any) -> None:
     """As :func:`check_whole`, for a total, which may be a float such as 1e6, -1 or infinity."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value not in (-1, float("inf")):
-        check_whole(name, value, 1, unit, "-1 never ends")
+        check_whole(name, value, 1)
 
 
 def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:

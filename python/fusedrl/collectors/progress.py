@@ -43,7 +43,7 @@ def progress_bar(collector: Any) -> Iterator[Callable[[TensorDictBase], None]]:
 
 
 def _log(collector: Any, batch: TensorDictBase) -> None:
-    name, turns = type(collector).__name__, frames_of(collector)
+    name, turns = collector.__class__.__name__, frames_of(collector)
     logger.info("%s: turns %s, %s", name, turns, _facts(collector, batch))
 
 

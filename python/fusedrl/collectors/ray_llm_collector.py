@@ -30,7 +30,6 @@ class DialogActor(LLMCollector):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         super().__init__(**options)
         self._versions.patience = 1e9  # a batch may take hours
-        self._batches = iter(self)
         torch.manual_seed(seed)  # all processes start with the same; a factory may have set one
 
     def rollout(self) -> TensorDictBase:
@@ -40,9 +39,8 @@ class DialogActor(LLMCollector):
 
     def collect(self) -> tuple[Serialized | None, ...]:
         """One batch, ``None`` if a replay buffer has it; no batch if all turns have run."""
-        for batch in self._batches:
-            return (None if batch is None else serialize(batch.clear_device_()),)
-        return ()
+        taken = self._stream.take()
+        return tuple(None if batch is None else serialize(batch) for batch in taken)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """As for :class:`LLMCollector`, but nobody trains the policy in this process.

@@ -59,7 +59,7 @@ def step(transform: Any, tensordict: Any, next_tensordict: Any) -> Any:
 TORCHRL.names(
     "torchrl.collectors:MultiCollector",
     (
-        *("_frames", "_iter", "_iterator", "_use_buffers", "_weight_sync_schemes"),
+        *("_frames", "_iter", "_iterator", "_weight_sync_schemes"),
         *("_legacy_weight_updater", "_install_profile_hooks", "_uninstall_profile_hooks"),
         *("_post_collect_hook", "_set_worker_attr", "_iter_by_trajectories"),
         *("_flush_trajectory_assembly", "_normalize_worker_calls", "_get_devices"),
@@ -95,12 +95,6 @@ def trajectory_format(value: Any, trajs_per_batch: int | None, has_buffer: bool)
     from torchrl.collectors.utils import _validate_traj_format
 
     return _validate_traj_format(value, trajs_per_batch, has_replay_buffer=has_buffer)
-
-
-@TORCHRL.needs("torchrl.collectors:Collector._use_buffers")
-def uses_buffers(collector: Any) -> bool | None:
-    """Whether a collector gathers frames in one preallocated tensordict; ``None`` if unknown."""
-    return getattr(collector, "_use_buffers", None)
 
 
 @TORCHRL.needs("torchrl.collectors:Collector._receiver_schemes")

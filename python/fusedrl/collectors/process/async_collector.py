@@ -17,7 +17,6 @@ from tensordict import TensorDictBase
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, Collector, ProfileConfig
 
-from fusedrl.collectors.batch_stream import Rest
 from fusedrl.collectors.options import Policy
 from fusedrl.collectors.policy_version import mark_padding, tracker_of
 from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
@@ -29,11 +28,10 @@ from fusedrl.collectors.process.worker import (
     state_on_cpu,
 )
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerBatches, WorkerHandle
-from fusedrl.collectors.progress import progress_bar
 from fusedrl.compat.torchrl import (
+    frames_of,
     process_context,
     trajectory_format,
-    uses_buffers,
     worker_profiler,
 )
 
@@ -63,30 +61,20 @@ class AsyncCollector(_AsyncCollector):
             be called ``dialog_turns_per_batch``.
         total_frames: number of frames in all, rounded up to whole batches; -1 never ends. With
             ``collector_class=LLMCollector`` it may be called ``total_dialog_turns``.
-        device: the default of the next three arguments.
-        storing_device: where the frames of a batch are gathered.
-        env_device: where the environment runs.
-        policy_device: where the policy computes.
         create_env_kwargs: arguments of ``create_env_fn``.
-        max_frames_per_traj: number of frames after which a trajectory is reset.
         init_random_frames: number of first frames with random actions, rounded up to whole batches.
             Frames that are in ``replay_buffer`` already count.
-        reset_at_each_iter: start new trajectories for each batch.
         postproc: a function that gets each batch in this process and returns what is yielded or
             stored.
         split_trajs: whether batches have shape (trajectories, time), with ``("collector",
             "mask")``.
-        exploration_type: as for torchrl's ``set_exploration_type``.
-        reset_when_done: has to be ``True``.
         update_at_each_batch: update the policy before the first batch and after each.
         preemptive_threshold: without effect: one worker has nobody to wait for.
         num_threads: number of torch's threads in this process until :meth:`shutdown`; unchanged if
             ``None``.
         num_sub_threads: number of torch's threads in the worker.
-        set_truncated: mark the last frame of each batch as truncated.
         track_policy_version: whether to tag frames, or the :class:`fusedrl.PolicyVersion` that tags
             them.
-        use_buffers: whether the worker gathers frames in one preallocated tensordict.
         replay_buffer: a buffer of any kind, which is extended with each batch in this process; the
             iterator then yields ``None``.
         extend_buffer: without effect: a buffer gets whole batches.
@@ -95,8 +83,7 @@ class AsyncCollector(_AsyncCollector):
         weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` objects by the names of their
             models. By default there is one for ``policy``, if it has weights.
         collector_class: the collector in the worker: torchrl's ``Collector``, or
-            :class:`fusedrl.LLMCollector` for dialogs. Each of them has arguments that the other one
-            lacks, which are refused there.
+            :class:`fusedrl.LLMCollector` for dialogs.
         init_fn: a function that is called first in the worker.
         pre_collect_hook: a function that is called before each batch, in the worker.
         post_collect_hook: a function that gets each batch, in the worker.
@@ -112,11 +99,12 @@ class AsyncCollector(_AsyncCollector):
         verbose: log the same figures for each batch, unless there is a bar.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
 
-    Further arguments are those of torchrl's class.
+    Further arguments are those of ``collector_class``, such as ``device`` and
+    ``max_frames_per_traj``, or ``yield_completed_trajectories``.
 
     Raises:
-        TypeError: arguments exclude each other or are not numbers, or an environment or a policy
-            cannot be sent to another process.
+        TypeError: arguments exclude each other or are not numbers, ``collector_class`` lacks one,
+            or an environment or a policy cannot be sent to another process.
         ValueError: a number is out of range, a scheme is of another kind, or values are given for
             several workers.
         Exception: an exception of the worker while it makes the environment or the policy, with its
@@ -200,7 +188,7 @@ class AsyncCollector(_AsyncCollector):
             job = Job(partial(make, schemes=dict(schemes)), self._weights.brought())
             self._worker = WorkerHandle(process_context(), job)
             undo.callback(self._worker.stop, SHUTDOWN_S)
-            self._use_buffers = self._worker.call(uses_buffers)
+            self._worker.call(frames_of)  # raises what making the collector has raised
             undo.pop_all()
         # This ends the worker before multiprocessing joins its children at exit, if nobody has.
         Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
@@ -215,14 +203,11 @@ class AsyncCollector(_AsyncCollector):
         if self.update_at_each_batch:
             self.update_policy_weights_()
         self._batches.buffer = None if self._ignore_rb else self.replay_buffer
-        yield from Rest(self._batches, lambda: progress_bar(self))
+        yield from self._batches.rest()
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
-        batch: Any = self._batches.next(lambda: iter(self))
-        if batch is None or batch.device is None:
-            return batch
-        return batch.copy().clear_device_()
+        return next(iter(self._batches.take()), None)
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.

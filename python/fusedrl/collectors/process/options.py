@@ -65,9 +65,9 @@ class AsyncOptions(CollectorOptions):
     def __post_init__(self) -> None:
         """Check all of them; sizes have both of their names afterwards."""
         super().__post_init__()
-        check_whole("frames_per_batch", self.frames_per_batch, 1, "frames", "1 is the least")
-        check_whole("prefetch", self.prefetch, 0, "batches", "0 collects on demand")
-        check_total("total_frames", self.total_frames, "frames")
+        check_whole("frames_per_batch", self.frames_per_batch, 1)
+        check_whole("prefetch", self.prefetch, 0)
+        check_total("total_frames", self.total_frames)
         for name, scheme in (self.weight_sync_schemes or {}).items():
             if not isinstance(scheme, ChannelWeightSyncScheme):
                 raise ValueError(
