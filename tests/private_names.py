@@ -59,21 +59,20 @@ NEEDED: dict[str, dict[str, str]] = {
         "torchrl._utils:_RayServiceMetaClass": "_service_cls _RayServiceClass",
         "torchrl._utils": "_get_mp_ctx _RayServiceMetaClass",
         "torchrl.collectors:MultiCollector": (
-            "_frames _iter _iterator _use_buffers _weight_sync_schemes _legacy_weight_updater "
+            "_frames _iter _iterator _weight_sync_schemes _legacy_weight_updater "
             "_install_profile_hooks _uninstall_profile_hooks _post_collect_hook _set_worker_attr "
             "_iter_by_trajectories _flush_trajectory_assembly _normalize_worker_calls "
-            "_read_compile_kwargs _get_devices _run_processes"
+            "_get_devices _run_processes"
         ),
         # torchrl's assembly of trajectories says by _ignore_rb that batches do not go into the
         # buffer.
         "torchrl.collectors:Collector": (
-            "_ignore_rb _use_buffers _receiver_schemes _policy_w_state_dict _frames "
+            "_ignore_rb _receiver_schemes _policy_w_state_dict _frames "
             "_setup_weight_sync _setup_policy_version_tracking _make_carrier "
             "_maybe_make_final_rollout _maybe_fallback_update _receive_weights_scheme _postproc "
             "_traj_pool _increment_frames _iter _carrier _weight_updater _iteration_started "
             "_iterator _wrapped_policy_uncompiled _wrapped_policy_maybe_compiled"
         ),
-        "torchrl.collectors._constants": "DEFAULT_EXPLORATION_TYPE",
         "torchrl.collectors._base": "_ProfilerHook",
         "torchrl.collectors.utils": (
             "_validate_traj_format _TrajectoryPool _maybe_normalize_replay_buffer_tensordict_device"

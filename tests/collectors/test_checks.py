@@ -40,22 +40,16 @@ DIALOGS = {"collector_class": LLMCollector}
         ({"dialog_turns_per_batch": None}, TypeError, "dialog_turns_per_batch: .* got None"),
         ({"dialog_turns_per_batch": 0}, ValueError, "dialog_turns_per_batch: .* got 0"),
         ({"dialog_turns_per_batch": 2.5}, TypeError, "dialog_turns_per_batch: .* got 2.5"),
-        ({"total_dialog_turns": 0}, ValueError, "total_dialog_turns: .* got 0; -1 never ends"),
+        ({"total_dialog_turns": 0}, ValueError, "total_dialog_turns: .* got 0"),
         (
             {"async_envs": True},
             RuntimeError,
             "async_envs: expected an AsyncEnvPool .* Transformed",
         ),
-        ({"channel": "here"}, TypeError, "channel: expected a WeightHandle .* got str"),
         (
             {"channel": HANDLE, "weight_updater": 1},
             TypeError,
             "weight_updater: expected it or channel",
-        ),
-        (
-            {"channel": HANDLE, "channel_mode": "move"},
-            ValueError,
-            "channel_mode: expected 'alias' or 'copy', got 'move'",
         ),
         (
             {"channel": HANDLE, "track_policy_version": PolicyVersion("uuid")},
@@ -67,7 +61,7 @@ DIALOGS = {"collector_class": LLMCollector}
         (
             {"max_staleness": -1, "track_policy_version": True},
             ValueError,
-            "max_staleness: expected 0 or more versions, got -1",
+            "max_staleness: expected 0 or more, got -1",
         ),
     ],
 )
@@ -82,10 +76,19 @@ def test_refused(options, error, message):
     assert list(env.observation_spec.keys()) == before
 
 
-@pytest.mark.parametrize("cls", [LLMCollector, AsyncCollector, RayLLMCollector])
-def test_an_unknown_argument_is_refused_by_its_name(cls):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
-        cls(Counting, unknown=1)
+@pytest.mark.parametrize(
+    ("cls", "options", "named"),
+    [
+        (LLMCollector, {}, "LLMCollector"),
+        (RayLLMCollector, {}, "LLMCollector"),
+        (AsyncCollector, {"frames_per_batch": 4}, "Collector"),
+        (AsyncCollector, {"frames_per_batch": 4} | DIALOGS, "LLMCollector"),
+    ],
+)
+def test_an_unknown_argument_is_refused_by_its_name(cls, options, named):
+    told = rf"^{named}.__init__\(\) got an unexpected keyword argument 'unknown'"
+    with pytest.raises(TypeError, match=told):
+        cls(Counting, unknown=1, **options)
 
 
 @pytest.mark.parametrize("make", [lambda: Counting(None), lambda: SerialEnv(2, Counting)])
@@ -100,17 +103,13 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
     ("options", "error", "message"),
     [
         ({"frames_per_batch": None}, TypeError, "frames_per_batch"),
-        ({"frames_per_batch": 0}, ValueError, "frames_per_batch: expected 1 or more frames, got 0"),
-        ({"reset_when_done": False}, ValueError, "reset_when_done"),
+        ({"frames_per_batch": 0}, ValueError, "frames_per_batch: expected 1 or more, got 0"),
         ({"total_frames": 2.5}, TypeError, "total_frames: .* got 2.5"),
-        ({"max_frames_per_traj": -1}, ValueError, "max_frames_per_traj: .* got -1"),
-        ({"prefetch": None}, TypeError, "prefetch: .* got None"),
-        ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
+        ({"prefetch": -1}, ValueError, "prefetch: .* got -1"),
         ({"max_staleness": 1}, ValueError, "max_staleness"),
         (DIALOGS | {"dialog_turns_per_batch": 8}, TypeError, "expected it or frames_per_batch"),
         (DIALOGS | {"split_trajs": True}, TypeError, "split_trajs"),
         ({"flatten_data": True}, TypeError, "flatten_data"),
-        ({"channel": 1}, TypeError, "channel"),
         ({"collector_class": TorchrlLLMCollector}, ValueError, "collector_class"),
         ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
         ({"weight_sync_schemes": {"policy": Other()}}, ValueError, "ChannelWeightSyncScheme"),

@@ -12,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-import torch
 from counting_dialogs import Counting, policy, seen
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool
 
 from fusedrl import LLMCollector
-from fusedrl.collectors.options import DialogOptions
 
 IDS = ("collector", "traj_ids")
 
@@ -31,7 +29,7 @@ def test_has_every_public_name_of_torchrls(collect):
     assert names <= set(dir(collector))
     assert callable(collector.rollout) and callable(LLMCollector.as_remote)
     given = inspect.signature(TorchrlLLMCollector).parameters
-    assert given.keys() <= inspect.signature(DialogOptions).parameters.keys()
+    assert given.keys() <= inspect.signature(LLMCollector).parameters.keys()
 
 
 def test_no_prompt_is_lost_to_the_constructor(collect):
@@ -101,8 +99,6 @@ def test_postproc_sees_whole_batches(collect):
     collector.set_postproc(postproc)
     assert [sorted(batch.keys()) for batch in collector] == [["seen"]] * 2
     assert shapes == [(2, 2)] * 4
-    with pytest.raises(RuntimeError, match=r"postproc: expected a collector without one"):
-        collector.set_postproc(lambda batch: batch)
 
 
 def test_hooks_of_torchrl(collect):
@@ -143,9 +139,8 @@ def test_reset_forgets_what_runs(collect):
         lambda collector: collector.rollout(),
         lambda collector: collector.state_dict(),
         lambda collector: collector.load_state_dict({}),
-        lambda collector: collector.set_seed(0),
     ],
-    ids=["next", "iter", "rollout", "state_dict", "load_state_dict", "set_seed"],
+    ids=["next", "iter", "rollout", "state_dict", "load_state_dict"],
 )
 @pytest.mark.parametrize("begun", [False, True])
 def test_one_that_is_shut_down_says_so(collect, use, begun):
@@ -153,7 +148,9 @@ def test_one_that_is_shut_down_says_so(collect, use, begun):
     if begun:
         collector.next()
     collector.shutdown()
-    with pytest.raises(RuntimeError, match=r"collector: expected one that runs, .* make a new one"):
+    with pytest.raises(
+        RuntimeError, match=r"collector: expected one that runs, .* make another one"
+    ):
         use(collector)
 
 
@@ -181,18 +178,6 @@ def test_a_shutdown_from_another_thread_waits_for_the_turn_that_runs(collect, po
         with pytest.raises(RuntimeError, match="collector: expected one that runs, got one that"):
             rollout.result(20)
     assert not collector.is_initialized()
-
-
-def test_the_model_of_the_policy(collect):
-    class Wrapper:
-        model = torch.nn.Linear(1, 1)
-
-        def __call__(self, turn):
-            return policy(turn)
-
-    assert collect(policy=Wrapper()).get_policy_model() is Wrapper.model
-    with pytest.raises(AttributeError, match="policy: expected a wrapper with a model, got"):
-        collect().get_policy_model()
 
 
 def test_environment_and_policy_know_the_collector(collect):
@@ -236,10 +221,9 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
 
     collector = collect()
     setattr(collector, where, once)
-    iterator = iter(collector)
     with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    batches = list(iterator)
+        next(iter(collector))
+    batches = list(collector)
     assert len(batches) == 2 and collector._frames == 8 and collector._iter == 1
     seen = [turn["seen"].item() for batch in batches for turn in batch.reshape(-1)]
     whole = [turn["seen"].item() for batch in collect() for turn in batch.reshape(-1)]
@@ -247,7 +231,7 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
 
 
 def test_next_goes_on_after_an_interrupt(collect):
-    """A generator, as in torchrl, would have ended."""
+    """The iterator of torchrl's has ended then."""
     calls = []
 
     def interrupted(turn):

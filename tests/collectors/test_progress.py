@@ -72,8 +72,8 @@ def test_verbose_logs_a_line_for_each_batch(collect, caplog):
     answer = collector.policy
     collector.policy = lambda turn: collector.increment_version() or answer(turn)
     assert logged(collector, caplog) == [
-        "LLMCollector: turns 4, version 2, staleness 2",  # the turns have 0 and 1
-        "LLMCollector: turns 8, version 5, staleness 2",
+        "LLMCollector: turns 4, reward 1.5, version 0, staleness 2",  # the turns have 0 and 1
+        "LLMCollector: turns 8, reward 2.75, version 3, staleness 2",
     ]
 
 
@@ -81,4 +81,4 @@ def test_a_progress_bar(chat_env, collect, greedy, capsys):
     pytest.importorskip("rich")
     list(collect(chat_env(), policy=greedy(), progress=True, track_policy_version=True))
     shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"8/8 turns, version 0, staleness 0, tokens \d+", shown)
+    assert re.search(r"8/8 turns, tokens \d+, reward 1, version 0, staleness 0", shown)

@@ -9,16 +9,18 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 from fusedrl.channel.rendezvous import interrupted_later
-from fusedrl.collectors.progress import BatchFacts
+from fusedrl.collectors.policy_version import versions_in
+from fusedrl.collectors.progress import progress_bar
 from fusedrl.compat.torchrl import for_buffer
 
 logger = logging.getLogger("fusedrl")
 
-Advance = Callable[[BatchFacts], None]
+Advance = Callable[[Any], None]  # shows a batch
+
+SHUT_DOWN = "collector: expected one that runs, got one that was shut down; make another one"
 
 
 class Ready(NamedTuple):
@@ -38,7 +40,6 @@ class BatchStream:
     Args:
         collector: whose batches they are; it is not kept alive.
         buffer: the buffer that gets the batches here, if any.
-        max_staleness: drop a batch that is more than this number of versions behind, if any.
 
     Attributes:
         background: the thread that may take the batches.
@@ -53,9 +54,9 @@ class BatchStream:
 
     counter = ""  # the class of the collector, and its attribute that counts what is dropped
 
-    def __init__(self, collector: Any, buffer: Any, max_staleness: int | None) -> None:
-        self._collector = weakref.proxy(collector)
-        self.buffer, self.max_staleness = buffer, max_staleness
+    def __init__(self, collector: Any, buffer: Any) -> None:
+        self._collector: Any = weakref.proxy(collector)
+        self.buffer = buffer
         self.background = Background(self.counter.partition(".")[0])
         self.frames = self.batches = self.dropped = 0
         self.storing = threading.Lock()
@@ -64,21 +65,39 @@ class BatchStream:
         self.taking: Any = threading.RLock()
         self.iterator: Iterator[Any] | None = None
 
-    def next(self, begin: Callable[[], Iterator[Any]]) -> Any:
-        """The next batch of an iterator that lasts from call to call; ``None`` at its end.
+    def take(self) -> tuple[Any, ...]:
+        """The next batch, without a device, of an iterator that lasts from call to call.
 
-        Args:
-            begin: begins the iterator, also another one after an exception has ended it.
+        It is ``None`` if a buffer gets it, and there is none at the end. An end or an exception
+        ends the iterator, and the next call begins another one.
         """
-        if self.iterator is None:
-            self.iterator = begin()
-        try:
-            for batch in self.iterator:
-                return batch
-        except BaseException:
-            self.iterator = None
-            raise
-        self.iterator = None
+        iterator, self.iterator = self.iterator or iter(self._collector), None
+        for batch in iterator:
+            self.iterator = iterator
+            if batch is not None and batch.device is not None:
+                batch = batch.copy().clear_device_()
+            return (batch,)
+        return ()
+
+    def rest(self) -> Iterator[Any]:
+        """The batches until the last frame that are not too old; ``None`` where a buffer gets one.
+
+        Raises:
+            RuntimeError: the collector is shut down, or another thread takes its batches.
+        """
+        with progress_bar(self._collector) as advance:
+            while True:
+                self.check()
+                with self.taking:
+                    ready = self.prepare(advance)
+                if ready is None:
+                    return
+                # Python handles signals, and lets other threads run, at calls and jumps, and so not
+                # between these lines.
+                if self.ready is not ready:
+                    continue  # another thread was handed it
+                batch, ready, self.ready = ready.batch, None, None
+                yield (batch, batch := None)[0]  # a frame that waits keeps no batch; no call here
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if no batch can be taken here; nothing has begun then."""
@@ -103,10 +122,9 @@ class BatchStream:
         return self.ready
 
     def _make_ready(self, counted: Any, advance: Advance) -> None:
-        facts = BatchFacts(self._collector, counted.batch)
-        drops = facts.are_too_old(self.max_staleness, self.dropped, self.counter)
+        drops = self._is_too_old(counted.batch)
         self._request()
-        advance(facts)
+        advance(counted.batch)
         if drops:
             self.dropped += counted.batch.numel()
             self._counted = None
@@ -114,6 +132,22 @@ class BatchStream:
         batch = self._finished(counted.batch)
         with interrupted_later():  # a buffer cannot go on with half of a batch
             self.ready, self._counted = Ready(self._stored(batch)), None
+
+    def _is_too_old(self, batch: Any) -> bool:
+        """Whether to drop a batch; the first time is logged."""
+        most = self._collector.max_staleness
+        if most is None:
+            return False
+        staleness = self._collector.policy_version - min(versions_in(batch))
+        if staleness > most and not self.dropped:
+            logger.warning(
+                "a batch was dropped, its oldest turn is %d versions old and max_staleness is %d; "
+                "%s counts (this is said once)",
+                staleness,
+                most,
+                self.counter,
+            )
+        return staleness > most
 
     def _stored(self, batch: Any) -> Any:
         """A batch to hand out, or ``None`` once it is in the buffer."""
@@ -144,64 +178,6 @@ class BatchStream:
     def _finished(self, batch: Any) -> Any:
         """A batch after the postprocessing that is done in this process."""
         return batch
-
-
-class Rest(Iterator[Any]):
-    """The batches of a stream until the last frame; ``None`` each where a buffer gets them.
-
-    It goes on after Ctrl-C, where a generator would have ended.
-
-    Args:
-        stream: the batches, some of which other iterators may be handed.
-        bar: begins to show the progress.
-        failed: is called after an exception, which ends the bar.
-    """
-
-    def __init__(
-        self,
-        stream: BatchStream,
-        bar: Callable[[], AbstractContextManager[Advance]],
-        failed: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self._stream, self._begin, self._failed = stream, bar, failed
-        self._bar = ExitStack()
-        self._advance: Advance | None = None
-
-    def __next__(self) -> Any:
-        """The next batch that is not too old.
-
-        Raises:
-            RuntimeError: the collector is shut down, or another thread takes its batches.
-        """
-        stream = self._stream
-        stream.check()
-        while True:
-            try:
-                with stream.taking:
-                    ready = stream.prepare(self._shown())
-            except BaseException as error:
-                self._close()
-                if isinstance(error, Exception):
-                    self._failed()
-                raise
-            if ready is None:
-                self._close()
-                raise StopIteration
-            # Python handles signals, and lets other threads run, at calls and jumps, and so not
-            # between these lines.
-            if stream.ready is not ready:
-                continue  # another thread was handed it
-            batch, ready, stream.ready = ready.batch, None, None
-            return batch
-
-    def _shown(self) -> Advance:
-        if self._advance is None:
-            self._advance = self._bar.enter_context(self._begin())
-        return self._advance
-
-    def _close(self) -> None:
-        self._advance = None
-        self._bar.close()
 
 
 class Background:

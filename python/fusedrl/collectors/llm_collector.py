@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -14,20 +15,15 @@ from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
-from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Following
-from fusedrl.collectors.batch_stream import Rest
 from fusedrl.collectors.batches import batches_of
 from fusedrl.collectors.loop_collector import LoopCollector, RolloutBatches
 from fusedrl.collectors.options import (
     DialogOptions,
     check_environment,
-    check_state,
-    of_part,
 )
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
-from fusedrl.collectors.progress import progress_bar
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
@@ -109,26 +105,8 @@ class LLMCollector(LoopCollector):
         [[1, 1], [1, 1]]
     """
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        weight_sync_schemes: dict[str, Any] | None = None,
-        channel: WeightHandle | WeightReader | None = None,
-        channel_mode: Literal["alias", "copy"] = "alias",
-        max_staleness: int | None = None,
-        progress: bool = False,
-        **arguments: Any,
-    ) -> None:
-        options = DialogOptions(
-            env,
-            weight_sync_schemes=weight_sync_schemes,
-            channel=channel,
-            channel_mode=channel_mode,
-            max_staleness=max_staleness,
-            progress=progress,
-            **arguments,
-        )
+    def __init__(self, env: Any, **arguments: Any) -> None:
+        options = DialogOptions(env, **arguments)
         self._collecting = threading.RLock()  # held by the thread that runs turns
         env = options.env if isinstance(options.env, EnvBase) else options.env()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
@@ -164,7 +142,8 @@ class LLMCollector(LoopCollector):
         flat = options.flatten_data
         self.flatten_data = self.replay_buffer is not None if flat is None else flat
         self.progress, self.verbose = options.progress, options.verbose
-        self._stream = RolloutBatches(self, self.replay_buffer, options.max_staleness)
+        self.max_staleness = options.max_staleness
+        self._stream = RolloutBatches(self, self.replay_buffer)
         batches = batches_of(
             self.env,
             self.requested_frames_per_batch,
@@ -177,24 +156,22 @@ class LLMCollector(LoopCollector):
         for inner in getattr(env, "envs", ()) if self.async_envs else ():
             inner.register_collector(self)  # environments in processes cannot know the collector
 
-    max_staleness = of_part("_stream", "max_staleness", "Versions that a batch may be behind.")
-    stale_turns = of_part("_stream", "dropped", "Turns that ``max_staleness`` dropped.")
+    __init__.__signature__ = inspect.signature(DialogOptions.__init__)  # pyright: ignore[reportFunctionMemberAccess]
+
+    @property
+    def stale_turns(self) -> int:
+        """Turns that ``max_staleness`` dropped."""
+        return self._stream.dropped
 
     # Batches.
 
-    def __iter__(self) -> Iterator[Any]:
-        """As :meth:`iterator`; an error of the policy or of the environment shuts it down."""
-        self._iteration_started = True  # torchrl's profiler asks
-        return Rest(self._stream, lambda: progress_bar(self), self.shutdown)
-
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
-        return Rest(self._stream, lambda: progress_bar(self))
+        yield from self._stream.rest()
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device, or ``None`` at the end."""
-        batch: Any = self._stream.next(lambda: iter(self))
-        return batch if batch is None or batch.device is None else batch.clear_device_()
+        return next(iter(self._stream.take()), None)
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
@@ -211,39 +188,6 @@ class LLMCollector(LoopCollector):
     def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
         self._require_open()
         return self.policy(carried)
-
-    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Set the postprocessing of a collector that has none.
-
-        Raises:
-            RuntimeError: it has one already.
-        """
-        if self.postproc is not None:
-            raise RuntimeError(
-                f"postproc: expected a collector without one, got {self.postproc!r}; assign "
-                "collector.postproc to replace it"
-            )
-        self.postproc = postproc
-
-    def get_policy_model(self) -> Any:
-        """The model that the policy wraps."""
-        try:
-            return self.policy.model
-        except AttributeError as error:
-            raise AttributeError(
-                f"policy: expected a wrapper with a model, got {type(self.policy).__name__}; "
-                "use collector.policy"
-            ) from error
-
-    @classmethod
-    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
-        """The class of Ray actors that are such a collector.
-
-        Args:
-            remote_config: Ray's options for them.
-        """
-        # Ray takes no empty options, which torchrl gives it.
-        return super().as_remote(remote_config or {"max_concurrency": 1})
 
     def is_initialized(self) -> bool:
         """Whether the collector can be used: it is not shut down."""
@@ -323,21 +267,11 @@ class LLMCollector(LoopCollector):
         Raises:
             ValueError: versions are tracked as UUIDs, or another channel is followed.
         """
-        self._versions.follow(follower)
-        return self._versions.leave
+        return self._versions.follow(follower)
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Give the policy the version of the turn in which a transform of ``env`` calls this."""
         return self._loop.scoring()
-
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment; returns the seed that follows.
-
-        Raises:
-            RuntimeError: the collector is shut down.
-        """
-        self._require_open()
-        return super().set_seed(seed, static_seed=static_seed)
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs at the next rollout; no later batch has turns from before.
@@ -399,16 +333,9 @@ class LLMCollector(LoopCollector):
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            KeyError, ValueError: entries are missing or do not fit. Nothing has changed then.
-            RuntimeError: the collector is shut down.
+            KeyError, RuntimeError: entries are missing or do not fit, or the collector is shut
+                down.
         """
-        own, kwargs = self._own_part(state_dict, kwargs)
-        self._restart()
-        with self._versions.between_turns():
-            super().load_state_dict(own, **kwargs)
-
-    def _own_part(self, state_dict: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What there is to load of a state, which is checked, and torchrl's arguments for it."""
         self._require_open()
         own, follower = OrderedDict(state_dict), self._versions.follower
         # What has come through a channel lies in memory that is only read.
@@ -416,5 +343,6 @@ class LLMCollector(LoopCollector):
         if brought or policy_with_state(self) is None:
             own.pop(POLICY_STATE, None)
             kwargs = {**kwargs, "strict": False}
-        check_state(super().state_dict(), own, **kwargs)
-        return own, kwargs
+        self._restart()
+        with self._versions.between_turns():
+            super().load_state_dict(own, **kwargs)

@@ -15,7 +15,7 @@ from tensordict import (
 )
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 
-from fusedrl.collectors.batch_stream import BatchStream, Ready
+from fusedrl.collectors.batch_stream import SHUT_DOWN, BatchStream, Ready
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.tensordict import tensordict_of
 from fusedrl.weights.copying import write_weights
@@ -111,9 +111,7 @@ class LoopCollector(_LLMCollector):
 
     def _require_open(self) -> None:
         if self.closed or self._ends:
-            raise RuntimeError(
-                "collector: expected one that runs, got one that was shut down; make a new one"
-            )
+            raise RuntimeError(SHUT_DOWN)
 
     def _count(self, frames: int) -> None:
         self._increment_frames(frames)

@@ -20,6 +20,7 @@ from torchrl.envs.transforms import Transform
 from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY
 
 KEY = "policy_version"
+HISTORY = 1000  # entries that version_history keeps
 
 Version = int | str
 
@@ -41,10 +42,9 @@ class PolicyVersion(_PolicyVersion):
         version_type: ``"int"`` or ``int``: 0, 1, 2, ... in int64 tensors of the batch's shape.
             ``"uuid"`` or ``str``: UUID4 strings, one for each element. The key then gives a list of
             strings, nested like the batch, or one string if there is no batch dimension.
-        max_history: how many entries ``version_history`` keeps; the oldest are dropped.
 
     Raises:
-        ValueError: ``version_type`` is none of these, or ``max_history`` is below 1.
+        ValueError: ``version_type`` is none of these.
 
     Example:
         >>> import torch
@@ -58,23 +58,15 @@ class PolicyVersion(_PolicyVersion):
         [(None, 0), (0, 1)]
     """
 
-    def __init__(
-        self, version_type: type | Literal["uuid", "int"] = int, *, max_history: int = 1000
-    ) -> None:
+    def __init__(self, version_type: type | Literal["uuid", "int"] = int) -> None:
         Transform.__init__(self)
         if version_type not in (int, "int", str, "uuid"):
             raise ValueError(
                 f"version_type: expected 'int' or 'uuid', got {version_type!r}; counters are exact "
                 "and ordered, UUIDs are unique across collectors"
             )
-        if max_history < 1:
-            raise ValueError(
-                f"max_history: expected a positive number, got {max_history}; the last change is "
-                "always kept"
-            )
         self.version_type = version_type
         self.version_history: list[VersionChange] = []
-        self.max_history = max_history
         self.cal_on_reset = True
         self._current_version: Version | None = None
         self.version = 0 if self.counts else str(uuid.uuid4())
@@ -106,7 +98,7 @@ class PolicyVersion(_PolicyVersion):
         change = VersionChange(datetime.now(), self._current_version, new)
         self._current_version = new
         self.version_history.append(change)
-        del self.version_history[: -self.max_history]
+        del self.version_history[:-HISTORY]
 
     def increment_version(self) -> None:
         """Go to the next integer, or to a new UUID."""
@@ -129,17 +121,14 @@ class PolicyVersion(_PolicyVersion):
         unknown = versions - order.keys()
         if unknown:
             raise ValueError(
-                f"batch: expected versions of the last {self.max_history}, got {unknown}; raise "
-                "max_history, or read batches where their tracker is"
+                f"batch: expected versions of the last {HISTORY}, got {unknown}; read batches "
+                "where their tracker is, and before there are so many newer ones"
             )
         return min(versions, key=order.__getitem__), max(versions, key=order.__getitem__)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the version that the policy has now."""
         return stamp(tensordict, self.version)
-
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return stamp(next_tensordict, self.version)
 
     def _step(
         self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase

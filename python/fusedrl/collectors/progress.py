@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,79 +20,8 @@ RESPONSES = (("tokens", "response"), "tokens_response")
 MASK = ("masks", "all_attention_mask")
 
 
-def check_progress(progress: bool) -> None:
-    """Raise ``ImportError`` if a bar is asked for and rich is missing."""
-    if progress:
-        try:
-            import rich.progress  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "progress: expected rich to be installed; pip install rich, or leave progress out"
-            ) from error
-
-
-class BatchFacts:
-    """What a bar shows of a batch, and what says whether it is too old; each is read once.
-
-    Args:
-        collector: its ``policy_version`` is the newest one.
-        batch: the turns.
-    """
-
-    def __init__(self, collector: Any, batch: TensorDictBase) -> None:
-        self._collector, self._batch = collector, batch
-
-    @cached_property
-    def tokens(self) -> int | None:
-        """The number of tokens in the responses, if there are any."""
-        return response_tokens(self._batch)
-
-    @cached_property
-    def oldest(self) -> Any:
-        """The oldest version that a turn has; ``None`` if versions are not counted."""
-        if not isinstance(self.newest, int):
-            return None
-        return min(versions_in(self._batch))
-
-    @cached_property
-    def newest(self) -> Any:
-        """The newest version of the policy; ``None`` if versions are not tracked."""
-        return self._collector.policy_version
-
-    @property
-    def staleness(self) -> int | None:
-        """How many versions the oldest turn is behind the newest; ``None`` if it is not known."""
-        newest, oldest = self.newest, self.oldest
-        return newest - oldest if isinstance(newest, int) and oldest is not None else None
-
-    def __str__(self) -> str:
-        """The figures that are known."""
-        known = {"version": self.newest, "staleness": self.staleness, "tokens": self.tokens}
-        return ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
-
-    def are_too_old(self, most: int | None, dropped: int, counter: str) -> bool:
-        """Whether to drop the batch; the first time is logged.
-
-        Args:
-            most: how many versions it may be behind; ``None`` keeps everything.
-            dropped: how many turns were dropped before.
-            counter: the class and attribute that count dropped turns, for the log.
-        """
-        if most is None or self.staleness is None or self.staleness <= most:
-            return False
-        if not dropped:
-            logger.warning(
-                "a batch was dropped, its oldest turn is %d versions old and max_staleness is %d; "
-                "%s counts (this is said once)",
-                self.staleness,
-                most,
-                counter,
-            )
-        return True
-
-
 @contextmanager
-def progress_bar(collector: Any) -> Iterator[Callable[[BatchFacts], None]]:
+def progress_bar(collector: Any) -> Iterator[Callable[[TensorDictBase], None]]:
     """Show or log a collector's progress; yields a function to call for each batch.
 
     Args:
@@ -100,7 +29,7 @@ def progress_bar(collector: Any) -> Iterator[Callable[[BatchFacts], None]]:
             line in the log for each batch.
     """
     if not collector.progress:
-        yield partial(_log, collector) if getattr(collector, "verbose", False) else _ignore
+        yield partial(_log if collector.verbose else _ignore, collector)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -108,15 +37,26 @@ def progress_bar(collector: Any) -> Iterator[Callable[[BatchFacts], None]]:
     with Progress(BarColumn(), MofNCompleteColumn(), facts_column, TimeElapsedColumn()) as bar:
         total = None if collector.total_frames == float("inf") else collector.total_frames
         task = bar.add_task("turns", total=total, facts="")
-        yield lambda facts: bar.update(task, completed=frames_of(collector), facts=str(facts))
+        yield lambda batch: bar.update(
+            task, completed=frames_of(collector), facts=_facts(collector, batch)
+        )
 
 
-def _log(collector: Any, facts: BatchFacts) -> None:
-    logger.info("%s: turns %s, %s", type(collector).__name__, frames_of(collector), facts)
+def _log(collector: Any, batch: TensorDictBase) -> None:
+    name, turns = collector.__class__.__name__, frames_of(collector)
+    logger.info("%s: turns %s, %s", name, turns, _facts(collector, batch))
 
 
-def _ignore(facts: BatchFacts) -> None:
+def _ignore(collector: Any, batch: TensorDictBase) -> None:
     """Show nothing."""
+
+
+def _facts(collector: Any, batch: TensorDictBase) -> str:
+    """The figures of a batch as a line shows them."""
+    newest = collector.policy_version  # UUIDs have no staleness
+    figures = turn_metrics(batch, newest if isinstance(newest, int) else None, prefix="")
+    del figures["count"]  # all turns are counted beside them
+    return ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
 
 
 def response_tokens(batch: TensorDictBase) -> int | None:
@@ -173,7 +113,9 @@ def turn_metrics(
         figures["tokens"] = tokens
     rewards = flat.get("next", flat).get("reward", as_list=True)
     if rewards is not None:
-        figures["reward"] = torch.cat([reward.flatten() for reward in rewards]).mean().item()
+        figures["reward"] = (
+            torch.cat([reward.flatten() for reward in rewards]).float().mean().item()
+        )
     if newest is not None:
         oldest = min(versions_in(flat))
         figures |= {"version": oldest, "staleness": newest - oldest}

@@ -30,7 +30,6 @@ class DialogActor(LLMCollector):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         super().__init__(**options)
         self._versions.patience = 1e9  # a batch may take hours
-        self._batches = iter(self)
         torch.manual_seed(seed)  # all processes start with the same; a factory may have set one
 
     def rollout(self) -> TensorDictBase:
@@ -40,9 +39,8 @@ class DialogActor(LLMCollector):
 
     def collect(self) -> tuple[Serialized | None, ...]:
         """One batch, ``None`` if a replay buffer has it; no batch if all turns have run."""
-        for batch in self._batches:
-            return (None if batch is None else serialize(batch.clear_device_()),)
-        return ()
+        taken = self._stream.take()
+        return tuple(None if batch is None else serialize(batch) for batch in taken)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """As for :class:`LLMCollector`, but nobody trains the policy in this process.
@@ -91,7 +89,7 @@ class RayLLMCollector(_RayLLMCollector):
 
     Raises:
         TypeError, ValueError: as for :class:`LLMCollector`, or a buffer of this process.
-        RuntimeError: Ray is not installed.
+        ImportError: Ray is not installed.
         ray.exceptions.RayActorError: later, with its reason: the actor could not make its
             collector, or is dead. What the collector raises is raised here, with its traceback.
 
@@ -235,10 +233,8 @@ def _client_of(buffer: Any) -> Any:
 
 
 def _start_ray(config: dict[str, Any] | None) -> None:
-    try:
-        import ray
-    except ImportError as error:
-        raise RuntimeError("ray: expected it to be installed; pip install ray") from error
+    import ray
+
     if not ray.is_initialized():
         from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
 

@@ -81,8 +81,8 @@ class Versions:
         follower, self._close = follow_channel(channel, policy, mode)
         self.follow(follower)
 
-    def follow(self, follower: Following) -> None:
-        """Let a follower of a channel bring the policy's weights.
+    def follow(self, follower: Following) -> Callable[[bool], None]:
+        """Let a follower of a channel bring the policy's weights; returns :meth:`leave`.
 
         Raises:
             ValueError: versions are tracked as UUIDs, or another channel is followed.
@@ -93,6 +93,7 @@ class Versions:
             check_counts(self.tracker)
         self.follower = follower
         self._tag(follower.version)
+        return self.leave
 
     def leave(self, keeps: bool = True) -> None:
         """Stop following a channel.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._C import _autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
-from torch.nn.modules import module as every_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
 
@@ -28,8 +27,6 @@ is_batched_for_gradients = _functorch.is_legacy_batchedtensor  # is_grads_batche
 
 DispatchMode = _python_dispatch.TorchDispatchMode
 map_leaves = _pytree.tree_map
-# What a module adds to its state is checked by the module alone.
-EXTRA_STATE = every_module._EXTRA_STATE_KEY_SUFFIX
 
 
 def in_forward_mode() -> bool:

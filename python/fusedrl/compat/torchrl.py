@@ -35,13 +35,6 @@ def process_context() -> Any:
     return _get_mp_ctx()
 
 
-def default_exploration() -> Any:
-    """The exploration type that torchrl's collectors have by default."""
-    from torchrl.collectors._constants import DEFAULT_EXPLORATION_TYPE
-
-    return DEFAULT_EXPLORATION_TYPE
-
-
 def worker_profiler(config: Any) -> Any:
     """The hook that profiles our worker after each batch, and stops by itself."""
     from torchrl.collectors._base import _ProfilerHook
@@ -54,11 +47,6 @@ def trajectory_format(value: Any, trajs_per_batch: int | None, has_buffer: bool)
     from torchrl.collectors.utils import _validate_traj_format
 
     return _validate_traj_format(value, trajs_per_batch, has_replay_buffer=has_buffer)
-
-
-def uses_buffers(collector: Any) -> bool | None:
-    """Whether a collector gathers frames in one preallocated tensordict; ``None`` if unknown."""
-    return getattr(collector, "_use_buffers", None)
 
 
 def receives_by_schemes(collector: Any) -> bool:

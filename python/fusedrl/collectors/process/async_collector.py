@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.util import Finalize
 from operator import methodcaller
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import AsyncCollector as _AsyncCollector
-from torchrl.collectors import BaseCollector, ProfileConfig
+from torchrl.collectors import BaseCollector, Collector, ProfileConfig
 
-from fusedrl.channel import WeightHandle
-from fusedrl.collectors.batch_stream import Rest
-from fusedrl.collectors.options import Policy, of_part
+from fusedrl.collectors.options import Policy
 from fusedrl.collectors.policy_version import mark_padding, tracker_of
-from fusedrl.collectors.process.options import AsyncOptions
+from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
 from fusedrl.collectors.process.worker import (
     Job,
-    check_state_of,
     make_collector,
     set_seed,
     state_on_cpu,
 )
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerBatches, WorkerHandle
-from fusedrl.collectors.progress import progress_bar
 from fusedrl.compat.torchrl import (
+    frames_of,
     process_context,
     trajectory_format,
-    uses_buffers,
     worker_profiler,
 )
 
 DEVICES = "storing_device", "policy_device", "env_device"
+# torchrl's arguments of a collector of frames, with their defaults.
+FRAMES = {
+    name: each.default
+    for name, each in inspect.signature(Collector).parameters.items()
+    if each.default is not each.empty
+}
 
 
 class AsyncCollector(_AsyncCollector):
@@ -58,30 +61,20 @@ class AsyncCollector(_AsyncCollector):
             be called ``dialog_turns_per_batch``.
         total_frames: number of frames in all, rounded up to whole batches; -1 never ends. With
             ``collector_class=LLMCollector`` it may be called ``total_dialog_turns``.
-        device: the default of the next three arguments.
-        storing_device: where the frames of a batch are gathered.
-        env_device: where the environment runs.
-        policy_device: where the policy computes.
         create_env_kwargs: arguments of ``create_env_fn``.
-        max_frames_per_traj: number of frames after which a trajectory is reset.
         init_random_frames: number of first frames with random actions, rounded up to whole batches.
             Frames that are in ``replay_buffer`` already count.
-        reset_at_each_iter: start new trajectories for each batch.
         postproc: a function that gets each batch in this process and returns what is yielded or
             stored.
         split_trajs: whether batches have shape (trajectories, time), with ``("collector",
             "mask")``.
-        exploration_type: as for torchrl's ``set_exploration_type``.
-        reset_when_done: has to be ``True``.
         update_at_each_batch: update the policy before the first batch and after each.
         preemptive_threshold: without effect: one worker has nobody to wait for.
         num_threads: number of torch's threads in this process until :meth:`shutdown`; unchanged if
             ``None``.
         num_sub_threads: number of torch's threads in the worker.
-        set_truncated: mark the last frame of each batch as truncated.
         track_policy_version: whether to tag frames, or the :class:`fusedrl.PolicyVersion` that tags
             them.
-        use_buffers: whether the worker gathers frames in one preallocated tensordict.
         replay_buffer: a buffer of any kind, which is extended with each batch in this process; the
             iterator then yields ``None``.
         extend_buffer: without effect: a buffer gets whole batches.
@@ -90,8 +83,7 @@ class AsyncCollector(_AsyncCollector):
         weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` objects by the names of their
             models. By default there is one for ``policy``, if it has weights.
         collector_class: the collector in the worker: torchrl's ``Collector``, or
-            :class:`fusedrl.LLMCollector` for dialogs. Each of them has arguments that the other one
-            lacks, which are refused there.
+            :class:`fusedrl.LLMCollector` for dialogs.
         init_fn: a function that is called first in the worker.
         pre_collect_hook: a function that is called before each batch, in the worker.
         post_collect_hook: a function that gets each batch, in the worker.
@@ -107,11 +99,12 @@ class AsyncCollector(_AsyncCollector):
         verbose: log the same figures for each batch, unless there is a bar.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
 
-    Further arguments are those of torchrl's class.
+    Further arguments are those of ``collector_class``, such as ``device`` and
+    ``max_frames_per_traj``, or ``yield_completed_trajectories``.
 
     Raises:
-        TypeError: arguments exclude each other or are not numbers, or an environment or a policy
-            cannot be sent to another process.
+        TypeError: arguments exclude each other or are not numbers, ``collector_class`` lacks one,
+            or an environment or a policy cannot be sent to another process.
         ValueError: a number is out of range, a scheme is of another kind, or values are given for
             several workers.
         Exception: an exception of the worker while it makes the environment or the policy, with its
@@ -126,69 +119,36 @@ class AsyncCollector(_AsyncCollector):
         [(4,), (4,)]
     """
 
-    max_staleness = of_part("_batches", "max_staleness", "Versions that a batch may be behind.")
-    stale_frames = of_part("_batches", "dropped", "Frames that ``max_staleness`` dropped.")
-    _frames = of_part("_batches", "frames", "torchrl's name of the frames that were collected.")
     closed = True  # until the constructor has succeeded
     num_workers = 1
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
 
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Policy | None = None,
-        *,
-        channel: WeightHandle | None = None,
-        channel_mode: Literal["alias", "copy"] = "alias",
-        max_staleness: int | None = None,
-        prefetch: int = 1,
-        timeout: float | None = None,
-        progress: bool = False,
-        verbose: bool = False,
-        **arguments: Any,
-    ) -> None:
-        options = AsyncOptions(
-            create_env_fn,
-            policy,
-            channel=channel,
-            channel_mode=channel_mode,
-            max_staleness=max_staleness,
-            prefetch=prefetch,
-            timeout=timeout,
-            progress=progress,
-            verbose=verbose,
-            **arguments,
-        )
+    def __init__(self, create_env_fn: Any, policy: Policy | None = None, **arguments: Any) -> None:
+        options = AsyncOptions.of(create_env_fn, policy, **arguments)
         BaseCollector.__init__(
             self,
             pre_collect_hook=options.pre_collect_hook,
             post_collect_hook=options.post_collect_hook,
         )
-        for name, value in vars(options).items():  # torchrl's class has attributes for arguments
+        # torchrl's class has attributes for arguments.
+        for name, value in (FRAMES | options.for_class | vars(options)).items():
             if not isinstance(getattr(type(self), name, None), property):
                 setattr(self, name, value)
         self.requested_frames_per_batch: Any = options.frames_per_batch
         self.total_frames: Any = options.total
         self.policy_version_tracker = tracker_of(options.track_policy_version)
         self.replay_buffer = options.buffer
-        self.split_trajs = bool(options.split_trajs)
         self.traj_format = trajectory_format(
-            options.traj_format,
-            options.trajs_per_batch,
-            has_buffer=options.replay_buffer is not None,
+            self.traj_format, self.trajs_per_batch, has_buffer=options.replay_buffer is not None
         )
-        self.max_frames_per_traj = int(options.max_frames_per_traj or 0)
-        self.init_random_frames = int(options.init_random_frames or 0)
         self._former_threads = torch.get_num_threads()
-        self._read_compile_kwargs(options.compile_policy, options.cudagraph_policy)
-        devices: Any = {name: getattr(options, name) for name in DEVICES}
-        lists = self._get_devices(device=options.device, **devices)
-        vars(self).update(zip(DEVICES, lists, strict=True))
+        devices: Any = {name: getattr(self, name) for name in ("device", *DEVICES)}
+        vars(self).update(zip(DEVICES, self._get_devices(**devices), strict=True))
         make = partial(make_collector, options.for_worker(), self._of_collector(options))
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
         self._start_worker(make, options)
-        self._batches = WorkerBatches(self._worker, self, options.max_staleness)
+        self._batches = WorkerBatches(self._worker, self)
         self._thread = self._batches.background
         self.closed = False
         if options.weight_recv_schemes is not None:
@@ -196,12 +156,13 @@ class AsyncCollector(_AsyncCollector):
 
     def _of_collector(self, options: AsyncOptions) -> dict[str, Any]:
         """The arguments of the worker's collector."""
-        arguments = options.passed_on()
+        given = options.for_class
+        arguments = {name: given[name] for name in given.keys() - WITH_TRAINER}
         arguments["track_policy_version"] = self.policy_version_tracker or False
         if options.collects_dialogs:
             arguments["dialog_turns_per_batch"] = options.frames_per_batch
             arguments["total_dialog_turns"] = options.total_frames
-            if options.flatten_data is None and self.replay_buffer is not None:
+            if given.get("flatten_data") is None and self.replay_buffer is not None:
                 arguments["flatten_data"] = True
         else:
             arguments |= {
@@ -227,7 +188,7 @@ class AsyncCollector(_AsyncCollector):
             job = Job(partial(make, schemes=dict(schemes)), self._weights.brought())
             self._worker = WorkerHandle(process_context(), job)
             undo.callback(self._worker.stop, SHUTDOWN_S)
-            self._use_buffers = self._worker.call(uses_buffers)
+            self._worker.call(frames_of)  # raises what making the collector has raised
             undo.pop_all()
         # This ends the worker before multiprocessing joins its children at exit, if nobody has.
         Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
@@ -242,14 +203,11 @@ class AsyncCollector(_AsyncCollector):
         if self.update_at_each_batch:
             self.update_policy_weights_()
         self._batches.buffer = None if self._ignore_rb else self.replay_buffer
-        yield from Rest(self._batches, lambda: progress_bar(self))
+        yield from self._batches.rest()
 
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
-        batch: Any = self._batches.next(lambda: iter(self))
-        if batch is None or batch.device is None:
-            return batch
-        return batch.copy().clear_device_()
+        return next(iter(self._batches.take()), None)
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
@@ -287,6 +245,15 @@ class AsyncCollector(_AsyncCollector):
             )
         with self._batches.storing:
             yield
+
+    @property
+    def stale_frames(self) -> int:
+        """Frames that ``max_staleness`` dropped."""
+        return self._batches.dropped
+
+    @property
+    def _frames(self) -> int:
+        return self._batches.frames
 
     @property
     def _iter(self) -> int:
@@ -377,16 +344,13 @@ class AsyncCollector(_AsyncCollector):
         The policy's weights are published as one version, whose number is at least theirs.
 
         Raises:
-            KeyError, ValueError: the state does not fit. Nothing has changed then.
+            KeyError, ValueError, RuntimeError: the state does not fit.
         """
         worker, frames = dict(state_dict["worker0"]), state_dict["frames"]
         batches = state_dict["iter"] + 1
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
         strict = "policy" not in self._weights.schemes
-        # Weights are published here, which refuses those that do not fit.
-        own = {k: v for k, v in worker.items() if strict or k != "policy_state_dict"}
-        self._call(check_state_of, own, strict)
         # Before the call, because the worker makes the next batch as soon as it has its state.
         version = self._weights.restore(worker, state_dict.get("policy_version"))
         self._call(methodcaller("load_state_dict", worker, strict=strict), anew=True)

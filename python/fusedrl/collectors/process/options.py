@@ -4,70 +4,36 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector as _LLMCollector
-from torchrl.envs.utils import ExplorationType
 
-from fusedrl.channel import WeightHandle
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import (
     CollectorOptions,
+    DialogOptions,
     Policy,
-    TurnOptions,
-    check_patience,
     check_total,
     check_whole,
 )
-from fusedrl.compat.torchrl import default_exploration
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
-EXPLORATION = default_exploration()
-
-# The smallest value of each number, what it counts, and the remedy in the error message.
-WHOLE = {
-    "frames_per_batch": (1, "frames", "1 is the least"),
-    "max_frames_per_traj": (0, "frames", "None leaves trajectories as they are"),
-    "init_random_frames": (-1, "frames", "None has none"),
-    "trajs_per_batch": (1, "trajectories", "None yields frames as they come"),
-    "trajs_per_write": (1, "trajectories", "None writes all that are complete"),
-    "num_threads": (0, "threads", "None leaves them as they are"),
-    "num_sub_threads": (1, "threads", "1 is the default"),
-    "prefetch": (0, "batches", "0 collects on demand"),
-}
-
-
-@dataclass(kw_only=True, eq=False)
-class FrameOptions:
-    """Arguments of torchrl's ``Collector`` that :class:`fusedrl.LLMCollector` does not have."""
-
-    device: Any = None
-    storing_device: Any = None
-    env_device: Any = None
-    policy_device: Any = None
-    max_frames_per_traj: int | None = None
-    init_random_frames: int | None = None
-    split_trajs: bool | None = None
-    exploration_type: ExplorationType = EXPLORATION
-    set_truncated: bool = False
-    use_buffers: bool | None = None
-    trust_policy: bool | None = None
-    compile_policy: bool | dict[str, Any] | None = None
-    cudagraph_policy: bool | dict[str, Any] | None = None
-    no_cuda_sync: bool = False
-    trajs_per_batch: int | None = None
-    trajs_per_write: int | None = None
-    auto_register_policy_transforms: bool | None = None
-    compact_obs: bool = False
+# Arguments of torchrl's Collector that are followed in the trainer's process, not in the worker.
+WITH_TRAINER = "device", "split_trajs", "trajs_per_batch", "trajs_per_write", "traj_format"
 
 
 @dataclass(eq=False)
-class AsyncOptions(CollectorOptions, FrameOptions):
-    """The arguments of :class:`fusedrl.AsyncCollector`."""
+class AsyncOptions(CollectorOptions):
+    """The arguments of :class:`fusedrl.AsyncCollector`.
+
+    Attributes:
+        for_class: the arguments that are those of ``collector_class``.
+    """
 
     create_env_fn: Any
     policy: Policy | None = None
@@ -75,7 +41,6 @@ class AsyncOptions(CollectorOptions, FrameOptions):
     frames_per_batch: int | None = None
     total_frames: float | None = -1
     create_env_kwargs: Any = None
-    reset_when_done: bool = True
     update_at_each_batch: bool = False
     preemptive_threshold: float | None = None
     num_threads: int | None = None
@@ -83,31 +48,26 @@ class AsyncOptions(CollectorOptions, FrameOptions):
     extend_buffer: bool = True
     weight_recv_schemes: dict[str, Any] | None = None
     collector_class: Any = None
-    traj_format: Any = None
     init_fn: Callable[[], None] | None = None
     pre_collect_hook: Callable[[], None] | None = None
     post_collect_hook: Callable[[TensorDictBase], None] | None = None
     prefetch: int = 1
     timeout: float | None = None
+    for_class: dict[str, Any]
 
-    channel_kinds: ClassVar[tuple[type, ...]] = (WeightHandle,)
+    @classmethod
+    def of(cls, create_env_fn: Any, policy: Policy | None, **arguments: Any) -> AsyncOptions:
+        """A record of arguments, some of which are those of ``collector_class``."""
+        others = arguments.keys() - {field.name for field in fields(cls)}
+        for_class = {name: arguments.pop(name) for name in others}
+        return cls(create_env_fn, policy, for_class=for_class, **arguments)
 
     def __post_init__(self) -> None:
         """Check all of them; sizes have both of their names afterwards."""
         super().__post_init__()
-        for name, (least, unit, remedy) in WHOLE.items():
-            optional = name not in ("prefetch", "num_sub_threads")
-            check_whole(name, getattr(self, name), least, unit, remedy, optional)
-        check_total("total_frames", self.total_frames, "frames")
-        if self.timeout is not None:
-            check_patience(self.timeout, "None waits while the worker lives")
-        self._check_class()
-        _only(self.create_env_fn, "create_env_fn")
-        _only(self.create_env_kwargs, "create_env_kwargs")
-        if not self.reset_when_done:
-            raise ValueError(
-                "reset_when_done: expected True, got False; torchrl's collectors take nothing else"
-            )
+        check_whole("frames_per_batch", self.frames_per_batch, 1)
+        check_whole("prefetch", self.prefetch, 0)
+        check_total("total_frames", self.total_frames)
         for name, scheme in (self.weight_sync_schemes or {}).items():
             if not isinstance(scheme, ChannelWeightSyncScheme):
                 raise ValueError(
@@ -119,12 +79,7 @@ class AsyncOptions(CollectorOptions, FrameOptions):
             self.refuse_both(("policy_factory", "policy"))
         self._take_either_name("dialog_turns_per_batch", "frames_per_batch", None)
         self._take_either_name("total_dialog_turns", "total_frames", -1)
-        if self.collects_dialogs:
-            self.check_dialogs()
-        elif self.frames_per_batch is None:
-            raise TypeError(
-                "frames_per_batch: expected a number of frames, got None; 1 is the least"
-            )
+        self._check_class()
 
     @property
     def collects_dialogs(self) -> bool:
@@ -137,18 +92,27 @@ class AsyncOptions(CollectorOptions, FrameOptions):
         return self.collector_class or Collector
 
     def _check_class(self) -> None:
-        kind = self.kind
-        if not self.collects_dialogs and isinstance(kind, type) and issubclass(kind, _LLMCollector):
+        """Check the arguments of the worker's collector."""
+        kind, env = self.kind, self.env
+        if self.collects_dialogs:
+            turns = self.dialog_turns_per_batch
+            DialogOptions(env, dialog_turns_per_batch=turns, **self.for_class)
+            return
+        if isinstance(kind, type) and issubclass(kind, _LLMCollector):
             raise ValueError(
                 f"collector_class: expected fusedrl.LLMCollector for dialogs, got {kind}; import "
                 "it from fusedrl"
             )
-        for name, value in self._changed(FrameOptions if self.collects_dialogs else TurnOptions):
-            if value not in (None, False):
-                raise TypeError(
-                    f"{name}: expected an argument of {kind.__name__}, got one of another class; "
-                    "drop it, or pass another collector_class="
-                )
+        known = {*inspect.signature(Collector).parameters, *inspect.signature(kind).parameters}
+        for name in self.for_class.keys() - known:
+            raise TypeError(
+                f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}; drop it, "
+                "or pass another collector_class="
+            )
+        if self.frames_per_batch is None:
+            raise TypeError(
+                "frames_per_batch: expected a number of frames, got None; 1 is the least"
+            )
 
     def _take_either_name(self, name: str, other: str, default: Any) -> None:
         turns, frames = getattr(self, name), getattr(self, other)
@@ -161,11 +125,6 @@ class AsyncOptions(CollectorOptions, FrameOptions):
         setattr(self, name, size)
         setattr(self, other, size)
 
-    def _changed(self, part: type) -> list[tuple[str, Any]]:
-        """The arguments in a part of this record that differ from their defaults."""
-        named = [(field.name, getattr(self, field.name), field.default) for field in fields(part)]
-        return [(name, value) for name, value, default in named if value is not default]
-
     def for_worker(self) -> AsyncOptions:
         """A copy without what stays with the trainer."""
         own = copy.copy(self)
@@ -173,13 +132,6 @@ class AsyncOptions(CollectorOptions, FrameOptions):
         own.weight_sync_schemes = own.weight_recv_schemes = None
         own.policy = None if own.policy_factory is not None else own.policy
         return own
-
-    def passed_on(self) -> dict[str, Any]:
-        """The arguments that the worker's collector gets as they came."""
-        part = TurnOptions if self.collects_dialogs else FrameOptions
-        kept = ("device", "split_trajs", "trajs_per_batch", "trajs_per_write")
-        passed = {name: value for name, value in self._changed(part) if name not in kept}
-        return passed | {"reset_at_each_iter": self.reset_at_each_iter}
 
     @property
     def env(self) -> Any:

@@ -29,7 +29,6 @@ import torch
 import torchrl
 from torch import Tensor, nn
 
-from fusedrl.collectors.options import check_state
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.messages import Failure
 from fusedrl.collectors.process.options import AsyncOptions
@@ -305,11 +304,6 @@ def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
     np.random.seed(seed)
     collector.reset()
     return last
-
-
-def check_state_of(collector: Any, state: Any, strict: bool) -> None:
-    """Raise if a state does not fit the collector."""
-    check_state(collector.state_dict(), state, strict)
 
 
 def state_on_cpu(collector: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 from torchrl.collectors.utils import split_trajectories
 
-from fusedrl.collectors.batch_stream import Advance, BatchStream, Ready
+from fusedrl.collectors.batch_stream import SHUT_DOWN, Advance, BatchStream, Ready
 from fusedrl.collectors.policy_version import mark_padding
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.shared_batches import Mappings
@@ -29,15 +29,6 @@ from fusedrl.collectors.process.worker import POLL_S, Job, main
 
 SHUTDOWN_S = 10.0
 KILL_S = 1.0  # seconds that are added to the time in which a worker has to end by itself
-
-
-class ShutDown(RuntimeError):
-    """The error of using a collector that was shut down."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "collector: expected one that runs, got one that was shut down; make another one"
-        )
 
 
 class Arrived(NamedTuple):
@@ -143,7 +134,7 @@ class WorkerHandle:
     def check(self) -> None:
         """Raise ``RuntimeError`` if the worker can no longer be used from this process."""
         if self._stopped:
-            raise ShutDown
+            raise RuntimeError(SHUT_DOWN)
         if self.is_inherited:
             raise RuntimeError(
                 "collector: expected the process that made it, got one that was forked from it; "
@@ -311,7 +302,8 @@ class WorkerHandle:
         except Exception as error:
             self.process.join(KILL_S)  # the memory of a worker that was killed cannot be opened
             if self.process.is_alive():
-                future.set(error=partial(_same, error))
+                raised = error  # the name ends with the block
+                future.set(error=lambda: raised)
 
     def _fail(self, failure: Callable[[], BaseException]) -> None:
         """Let all that waits raise, unless there was a failure before."""
@@ -321,7 +313,7 @@ class WorkerHandle:
 
     def _ended(self) -> RuntimeError:
         if self._stopped:
-            return ShutDown()
+            return RuntimeError(SHUT_DOWN)
         return RuntimeError(
             f"worker: expected process {self.pid} to collect, got its end with exit code "
             f"{self.process.exitcode}; its own output may say why (a script needs if __name__ == "
@@ -335,7 +327,6 @@ class WorkerBatches(BatchStream):
     Args:
         worker: the process.
         collector: as for :class:`BatchStream`.
-        max_staleness: as for :class:`BatchStream`.
 
     Attributes:
         number: the number that the worker gave to the batch that was taken last.
@@ -343,8 +334,8 @@ class WorkerBatches(BatchStream):
 
     counter = "AsyncCollector.stale_frames"
 
-    def __init__(self, worker: WorkerHandle, collector: Any, max_staleness: int | None) -> None:
-        super().__init__(collector, None, max_staleness)
+    def __init__(self, worker: WorkerHandle, collector: Any) -> None:
+        super().__init__(collector, None)
         self._worker = worker
         self.number = 0
 
@@ -389,10 +380,6 @@ class WorkerBatches(BatchStream):
         if self.buffer is not None:
             batch.names = None
         return batch
-
-
-def _same(error: Exception) -> Exception:
-    return error
 
 
 def _unreadable(error: BaseException) -> RuntimeError:
