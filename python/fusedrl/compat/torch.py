@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._C import _autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
+from torch.nn.modules import module as every_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
 
