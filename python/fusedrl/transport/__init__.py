@@ -22,8 +22,8 @@ Plain pickle takes 2.6 and 5.8 times as long for 8 and 64 turns, and torch's For
 11 times. A dense tensordict has few columns: for it, out-of-band buffers need 0.4 to 0.6 of the
 time, which is half a millisecond less, and ``consolidate()`` with pickle 1.4 to 4.1 times.
 (These are medians of CPU time, over 3 repetitions of 4096 turns to 678 of 8, taken in alternation
-on two cores of an AMD EPYC that other processes used too; Python 3.11, torch 2.13. Since then groups
-have tensors of all shapes: up to a tenth more time, and up to a fifth more bytes of pickle.)
+on two cores of an AMD EPYC that other processes used too; Python 3.11, torch 2.13. Since then
+groups have tensors of all shapes: up to a tenth more time, up to a fifth more bytes of pickle.)
 """
 
 from __future__ import annotations
