@@ -11,8 +11,17 @@ from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.weight_update import SharedMemWeightSyncScheme as Other
 
 from fusedrl import AsyncCollector, LLMCollector, PolicyVersion, RayLLMCollector, WeightHandle
+from fusedrl.collectors.process.options import AsyncOptions
 
 HANDLE = WeightHandle(0, 0, "")
+
+
+class WithAnArgument(LLMCollector):
+    def __init__(self, env, extra, **options):
+        super().__init__(env, **options)
+        self.extra = extra
+
+
 DIALOGS = {"collector_class": LLMCollector}
 
 
@@ -57,6 +66,7 @@ DIALOGS = {"collector_class": LLMCollector}
             "track_policy_version: expected integer versions",
         ),
         ({"track_policy_version": "int"}, TypeError, "track_policy_version: .* got str"),
+        ({"channel": 1}, TypeError, "channel: expected a WeightHandle or WeightReader, got int"),
         ({"max_staleness": 1}, ValueError, "max_staleness: expected integer versions"),
         (
             {"max_staleness": -1, "track_policy_version": True},
@@ -106,6 +116,9 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         ({"frames_per_batch": 0}, ValueError, "frames_per_batch: expected 1 or more, got 0"),
         ({"total_frames": 2.5}, TypeError, "total_frames: .* got 2.5"),
         ({"prefetch": -1}, ValueError, "prefetch: .* got -1"),
+        ({"prefetch": None}, TypeError, "prefetch: .* got None"),
+        ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
+        ({"channel": 1}, TypeError, "channel: expected a WeightHandle, got int"),
         ({"max_staleness": 1}, ValueError, "max_staleness"),
         (DIALOGS | {"dialog_turns_per_batch": 8}, TypeError, "expected it or frames_per_batch"),
         (DIALOGS | {"split_trajs": True}, TypeError, "split_trajs"),
@@ -119,3 +132,11 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
 def test_refused_before_a_process_is_started(options, error, message):
     with pytest.raises(error, match=message):
         AsyncCollector(Counting, policy, **({"frames_per_batch": 4} | options))
+
+
+def test_arguments_of_a_subclass_are_those_of_the_workers_class():
+    own = {"collector_class": WithAnArgument, "frames_per_batch": 4}
+    options = AsyncOptions.of(Counting, policy, extra=1, flatten_data=True, **own)
+    assert options.for_class == {"extra": 1, "flatten_data": True}
+    with pytest.raises(TypeError, match=r"^WithAnArgument.__init__\(\) got .* 'options'"):
+        AsyncOptions.of(Counting, policy, extra=1, options=2, **own)

@@ -43,6 +43,9 @@ def test_a_state_of_another_collector_is_an_error(collect, part):
     state = collector.state_dict()
     with pytest.raises((RuntimeError, ValueError)):
         collector.load_state_dict({**state, part: longer(state[part])})
+    with pytest.raises((TypeError, ValueError)):
+        collector.load_state_dict({**state, "frames": 12, "policy_version": "abc"})
+    assert collector.state_dict()["frames"] == state["frames"]
     del state["traj_pool"]
     collector.load_state_dict({**state, "policy_version": 5})
     assert collector.policy_version == 5

@@ -344,5 +344,10 @@ class LLMCollector(LoopCollector):
             own.pop(POLICY_STATE, None)
             kwargs = {**kwargs, "strict": False}
         self._restart()
+        counts = self._frames, self._iter
         with self._versions.between_turns():
-            super().load_state_dict(own, **kwargs)
+            try:
+                super().load_state_dict(own, **kwargs)
+            except BaseException:
+                self._frames, self._iter = counts  # a caller may go on without the state
+                raise

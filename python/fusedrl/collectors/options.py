@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, SupportsIndex
+from typing import Any, ClassVar, Literal, SupportsIndex
 
 from tensordict import TensorDictBase
 from torchrl.envs import AsyncEnvPool
@@ -41,6 +41,8 @@ class CollectorOptions:
     progress: bool = False
     verbose: bool = False
 
+    channel_kinds: ClassVar[tuple[type, ...]] = (WeightHandle, WeightReader)
+
     def __post_init__(self) -> None:
         """Check what holds of every collector."""
         check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
@@ -71,6 +73,12 @@ class CollectorOptions:
 
     def _check_ways(self) -> None:
         """Check that weights come in one way, and that batches go one way."""
+        if self.channel is not None and not isinstance(self.channel, self.channel_kinds):
+            kinds = " or ".join(kind.__name__ for kind in self.channel_kinds)
+            raise TypeError(
+                f"channel: expected a {kinds}, got {type(self.channel).__name__}; pass the "
+                "channel's .handle"
+            )
         if self.queue is not None and self.replay_buffer is not None:
             raise RuntimeError(
                 "queue: expected a queue or a replay_buffer, got both; fill the buffer where the "
@@ -150,9 +158,9 @@ class DialogOptions(CollectorOptions):
 DialogOptions.__init__.__qualname__ = "LLMCollector.__init__"
 
 
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise unless the value of an argument is ``None`` or a whole number, ``least`` or more."""
-    if value is None:
+def check_whole(name: str, value: Any, least: int, optional: bool = True) -> None:
+    """Raise unless the value of an argument is a whole number, ``least`` or more, or ``None``."""
+    if value is None and optional:
         return
     if not isinstance(value, SupportsIndex) or isinstance(value, bool | float):
         raise TypeError(f"{name}: expected a whole number, {least} or more, got {value!r}")

@@ -58,7 +58,8 @@ def causal_log_probs(
     Returns:
         :class:`fusedrl.TokenLogProbs`: float32 ``[N]`` (float64 for a float64 model), on the device
         of the model's head, and 0 for the first token of every sequence. The entropy is ``None``
-        without ``entropy=True``. Both differentiate with respect to the model.
+        without ``entropy=True``. Both differentiate with respect to the model; where no token is
+        kept, one is computed, so that the gradients are 0 and not missing.
 
     Raises:
         TypeError: the model is not a causal language model, or lengths are not integers.

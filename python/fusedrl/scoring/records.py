@@ -56,6 +56,8 @@ def read_records(chats: str | Path) -> Records:
     path = None if str(chats) == "-" else Path(chats)
     name = Records(path, "", []).name
     try:
+        if path is None and sys.stdin is None:
+            raise ValueError("standard input is closed")
         content = sys.stdin.buffer.read() if path is None else path.read_bytes()
         if content.startswith(b"PAR1"):
             form, readers = "Parquet", list(enumerate(_parquet(content), start=1))

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector as _LLMCollector
 
+from fusedrl.channel import WeightHandle
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import (
     CollectorOptions,
@@ -55,6 +56,8 @@ class AsyncOptions(CollectorOptions):
     timeout: float | None = None
     for_class: dict[str, Any]
 
+    channel_kinds = (WeightHandle,)
+
     @classmethod
     def of(cls, create_env_fn: Any, policy: Policy | None, **arguments: Any) -> AsyncOptions:
         """A record of arguments, some of which are those of ``collector_class``."""
@@ -66,8 +69,13 @@ class AsyncOptions(CollectorOptions):
         """Check all of them; sizes have both of their names afterwards."""
         super().__post_init__()
         check_whole("frames_per_batch", self.frames_per_batch, 1)
-        check_whole("prefetch", self.prefetch, 0)
+        check_whole("prefetch", self.prefetch, 0, optional=False)
         check_total("total_frames", self.total_frames)
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(
+                f"timeout: expected more than 0 seconds, got {self.timeout!r}; None waits while "
+                "the worker lives"
+            )
         for name, scheme in (self.weight_sync_schemes or {}).items():
             if not isinstance(scheme, ChannelWeightSyncScheme):
                 raise ValueError(
@@ -93,21 +101,23 @@ class AsyncOptions(CollectorOptions):
 
     def _check_class(self) -> None:
         """Check the arguments of the worker's collector."""
-        kind, env = self.kind, self.env
+        kind, base = self.kind, LLMCollector if self.collects_dialogs else Collector
+        own, of_base = (inspect.signature(x).parameters.values() for x in (kind, base))
+        known = {p.name for p in (*own, *of_base) if p.kind is not p.VAR_KEYWORD}
+        for name in self.for_class.keys() - known:
+            raise TypeError(
+                f"{getattr(kind, '__name__', kind)}.__init__() got an unexpected keyword argument "
+                f"{name!r}; drop it, or pass another collector_class="
+            )
         if self.collects_dialogs:
-            turns = self.dialog_turns_per_batch
-            DialogOptions(env, dialog_turns_per_batch=turns, **self.for_class)
+            names = self.for_class.keys() & {p.name for p in of_base}
+            given = {name: self.for_class[name] for name in names}
+            DialogOptions(self.env, dialog_turns_per_batch=self.dialog_turns_per_batch, **given)
             return
         if isinstance(kind, type) and issubclass(kind, _LLMCollector):
             raise ValueError(
                 f"collector_class: expected fusedrl.LLMCollector for dialogs, got {kind}; import "
                 "it from fusedrl"
-            )
-        known = {*inspect.signature(Collector).parameters, *inspect.signature(kind).parameters}
-        for name in self.for_class.keys() - known:
-            raise TypeError(
-                f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}; drop it, "
-                "or pass another collector_class="
             )
         if self.frames_per_batch is None:
             raise TypeError(
