@@ -308,10 +308,10 @@ def sanitize(tool: str) -> Callable[[Bench], Outcome]:
 
 def steps_of_users(to: Bench) -> Outcome:
     """A step of GRPO as torchrl's recipe takes it, and its parts."""
-    options = ("--op", "grpo_step", "--device", to.device, "--seconds", 1, "--limit", 30)
-    return to.run(
-        to.python, "-m", "fusedrl", "bench", *options, "--out", to.out / "bench"
-    ).outcome()
+    options = ("--device", to.device, "--seconds", 1, "--limit", 30, "--out", to.out / "bench")
+    ended = to.run(to.python, "-m", "fusedrl", "bench", "--op", "grpo_step", *options)
+    outcome = ended.outcome()
+    return outcome._replace(why=outcome.why.replace(f"{to.out}/", ""))  # which is of that machine
 
 
 class Step(NamedTuple):
