@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 DEVICE = "cuda"
-SLOW = {"learning_rate": 1e-3, "use_cpu": DEVICE == "cpu"}
+SLOW = {"learning_rate": 1e-3, "use_cpu": False}
 
 
 def sft(folder: str, out: Any, **more: Any) -> Any:

@@ -136,10 +136,8 @@ class TensorGroups:
     def copy(self, groups: list[Group], memory: Tensor) -> None:
         """Write all tensors to a flat tensor of bytes, each where :meth:`layout` puts it."""
         for group, (_, members) in zip(groups, self._members.values(), strict=True):
-            whole, flat = (
-                group.whole(memory),
-                [t.reshape(-1) if t.ndim != 1 else t for t in members],
-            )
+            whole = group.whole(memory)
+            flat = [t.reshape(-1) if t.ndim != 1 else t for t in members]
             if flat[0].device == whole.device:
                 torch.cat(flat, out=whole)
             else:
