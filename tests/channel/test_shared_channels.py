@@ -96,9 +96,13 @@ def test_a_killed_rank_ends_the_wait_of_the_others(tmp_path, rank):
 
 
 def test_no_rank_has_the_whole_model_beside_the_slot(two):
-    """A gathered tensor, and where gloo has them those of ranks; 16 of them are a model."""
+    """A gathered tensor and gloo's own of it; 16 of them are a model.
+
+    A thread of gloo drops the tensors of a collective after it has told that it is done, so that
+    those of the last one may still be there.
+    """
     for rank, (extra, tensor, slot) in enumerate(two.run(shared_channels.peak, 1024)):
-        assert tensor < extra <= 2.5 * tensor + (slot if rank == 0 else 0)
+        assert tensor < extra <= 4 * tensor + (slot if rank == 0 else 0)
 
 
 def test_an_engine_of_the_first_rank_is_updated_by_a_call_of_all(two):
