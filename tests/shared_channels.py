@@ -123,19 +123,29 @@ def errors(rank: int) -> list[Any]:
     mine = dist.get_rank() == rank
     whole = {name: parameter.full_tensor() for name, parameter in weights.named_parameters()}
     with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
+
+        def updates() -> Any:
+            with channel.collective():
+                return channel.agreed(1)
+
         return [
             said(channel.publish, whole if mine else None),
             said(channel.publish, other if mine else None),
             said(channel.publish, version="x" if mine else None),
+            said(channel.publish, timeout=-1 if mine else None),
+            said(updates if mine else channel.publish),
             channel.publish(),
         ]
 
 
 def layouts() -> list[Any]:
-    """Ranks that create channels for different models, or where none holds slots."""
+    """Ranks that create channels for different models, or where none holds slots, or one cannot."""
     dtype = torch.bfloat16 if dist.get_rank() else None
-    weights = model()
+    weights, mine = model(), bool(dist.get_rank())
+    wrong = {"slots": 1, "dtype": torch.int8, "max_readers": 0, "rank_timeout": -1.0}
+    options = [{"rank_timeout": PATIENCE, **({name: x} if mine else {})} for name, x in wrong.items()]
     return [
+        *(said(WeightChannel.create, weights, **each) for each in options),
         said(WeightChannel.create, weights, dtype=dtype, rank_timeout=PATIENCE),
         said(WeightChannel.create, weights, holds=False, rank_timeout=PATIENCE),
         said(WeightChannel.create, weights, slots=1, rank_timeout=PATIENCE),

@@ -61,17 +61,22 @@ def test_an_error_of_a_rank_is_one_of_all_and_publishes_nothing(two, rank):
     found = two.run(shared_channels.errors, rank)
     shards = "ValueError: weights: expected the same number of sharded tensors on all ranks, got "
     assert all(said.pop(0).startswith(shards) for said in found)
-    weights, version, published = found[rank]
-    assert weights.startswith("ValueError: weights: ") and version.startswith("TypeError: version")
     told = f"RuntimeError: ranks: expected all of them to take part, got rank {rank}: "
-    others = found[1 - rank]
-    assert others[0].startswith(f"{told}ValueError: weights: ")
-    assert others[1].startswith(f"{told}TypeError: version: ")
-    assert published == others[2] == 1
+    wrong = "ValueError: weights: ", "TypeError: version: ", "ValueError: timeout: "
+    for place, text in enumerate(wrong):
+        assert found[rank][place].startswith(text)
+        assert found[1 - rank][place].startswith(told + text)
+    for *_, call, published in found:
+        assert call.startswith("ValueError: ranks: expected the same call on all ranks, got rank 0: ")
+        assert published == 1
 
 
 def test_channels_that_do_not_fit_are_refused_on_all_ranks(two):
-    for layout, slots, count, version in two.run(shared_channels.layouts):
+    first, second = two.run(shared_channels.layouts)
+    for name in ("slots", "dtype", "max_readers", "rank_timeout"):
+        text = second.pop(0)
+        assert text.startswith(f"ValueError: {name}: ") and text in first.pop(0)
+    for layout, slots, count, version in (first, second):
         assert layout.startswith("ValueError: channel: expected one layout on all ranks")
         assert slots.startswith("ValueError: holds: expected True on one of the ranks [0, 1]")
         assert count.startswith("ValueError: slots: expected 2 to 64") and version == 1

@@ -28,7 +28,13 @@ from fusedrl.channel.rendezvous import (
     publish_together,
     rendezvous_of,
 )
-from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
+from fusedrl.channel.sources import (
+    ModuleSnapshot,
+    Place,
+    module_places,
+    places_of,
+    ranks_of_shards,
+)
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -157,25 +163,25 @@ class WeightChannel:
             TimeoutError: other ranks of a sharded model do not call this; the message names them.
             RuntimeError: the kernel refuses the memory; the message says how much was wanted.
         """
-        count("slots", slots, 2, 64)
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None keeps "
-                "the dtypes of the weights"
-            )
-        count("max_readers", max_readers, 1, 4096)
-        timeout = seconds("timeout", timeout)
-        rank_timeout = seconds("rank_timeout", rank_timeout)
-        layout = Layout.of(weights, dtype=dtype, merge_adapters=merge_adapters)
-        places = layout.matched(weights)
-        ranks = ranks_of_shards(places)
-        where = torch.device(device or ("cpu" if ranks else places[0].tensor.device))
+        ranks = ranks_of_shards(places_of(weights).values())
         rendezvous = rendezvous_of(ranks) if len(ranks) > 1 else None
-        if holds is None:
-            holds = not ranks or dist.get_rank() == ranks[0]
-        session = secrets.token_hex(16)
-        manifest = Manifest(layout, timeout, Memory.MANIFEST)
         with nullcontext() if rendezvous is None else rendezvous.collective():
+            count("slots", slots, 2, 64)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(
+                    f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None "
+                    "keeps the dtypes of the weights"
+                )
+            count("max_readers", max_readers, 1, 4096)
+            timeout = seconds("timeout", timeout)
+            rank_timeout = seconds("rank_timeout", rank_timeout)
+            layout = Layout.of(weights, dtype=dtype, merge_adapters=merge_adapters)
+            places = layout.matched(weights)
+            where = torch.device(device or ("cpu" if ranks else places[0].tensor.device))
+            if holds is None:
+                holds = not ranks or dist.get_rank() == ranks[0]
+            session = secrets.token_hex(16)
+            manifest = Manifest(layout, timeout, Memory.MANIFEST)
             channel = cls(
                 weights,
                 layout,
@@ -186,7 +192,7 @@ class WeightChannel:
             )
             if rendezvous is not None:
                 name = f"channel {rendezvous.round} of {list(ranks)}"
-                check_ends(rendezvous.agree(rank_timeout, [layout.hash, holds]))
+                check_ends(rendezvous.agree(rank_timeout, "create", [layout.hash, holds]))
                 channel._rendezvous = Rendezvous(name, ranks)
         return channel
 
@@ -227,12 +233,11 @@ class WeightChannel:
                 ranks of a sharded model do not call this; the message names them.
             RuntimeError: another rank had an error; nothing is published on any rank then.
         """
-        limit = self.limit(timeout)
         find = partial(self.places_to_publish, self.template if weights is None else weights)
         if self._rendezvous is not None:
-            return publish_together(self, self._rendezvous, version, limit, find)
+            return publish_together(self, self._rendezvous, version, timeout, find)
         places = find()
-        with self.writing(version, timeout=limit) as writing:
+        with self.writing(version, timeout=timeout) as writing:
             self.layout.write(places, writing.views)
             return writing.version
 
@@ -245,7 +250,7 @@ class WeightChannel:
         if self._rendezvous is None:
             return value
         patience = self._rendezvous.base.timeout.total_seconds()
-        values = self._rendezvous.agree(patience, value).values()
+        values = self._rendezvous.agree(patience, "update", value).values()
         return next((each for each in (value, *values) if each is not None), None)
 
     def places_to_publish(self, weights: Any) -> list[Place]:

@@ -61,24 +61,26 @@ class Rendezvous:
         self._rank = dist.get_rank()
         self._calls = threading.Lock()
 
-    def agree(self, patience: float, state: Any = None) -> dict[int, Any]:
+    def agree(self, patience: float, call: str, state: Any = None) -> dict[int, Any]:
         """Wait until every rank has come, and return the states of all, the same on every rank.
 
         Call it within :meth:`collective`: what follows from the states is then one error on all.
 
         Args:
             patience: seconds.
+            call: what the ranks are doing, which must be the same.
             state: of this rank, as JSON has it.
 
         Raises:
             TimeoutError: ranks did not come in time, or another rank had such an error; the message
                 names them.
             RuntimeError: another rank had another error, which the message has.
+            ValueError: another rank makes another call.
         """
         key = str(self.round)
-        self._store.set(f"rank {self._rank}", json.dumps([self.round, state]))
+        self._store.set(f"rank {self._rank}", json.dumps([self.round, call, state]))
         if self._store.add(f"{key} came", 1) == len(self.ranks):
-            self._settle(None, [json.loads(self._store.get(f"rank {r}"))[1] for r in self.ranks])
+            self._settle(None, [json.loads(self._store.get(f"rank {r}"))[1:] for r in self.ranks])
             for old in (str(self.round - 1), f"{self.round - 1} came"):
                 self._store.delete_key(old)
         deadline = time.monotonic() + patience
@@ -90,7 +92,10 @@ class Rendezvous:
         if error is not None:
             raise (TimeoutError if error == "TimeoutError" else RuntimeError)(value)
         self.round += 1
-        return dict(zip(self.ranks, value, strict=True))
+        calls, states = zip(*value, strict=True)
+        called = dict(zip(self.ranks, calls, strict=True))
+        _refuse_others("ranks: expected the same call", called, "make it on every rank")
+        return dict(zip(self.ranks, states, strict=True))
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -146,7 +151,7 @@ def publish_together(
     channel: Any,
     rendezvous: Rendezvous,
     version: int | None,
-    limit: float,
+    timeout: float | None,
     find: Callable[[], list[Any]],
 ) -> int:
     """Publish one version on all ranks that have slots, or none on any.
@@ -155,7 +160,7 @@ def publish_together(
         channel: of this rank.
         rendezvous: of all ranks, each of which calls this.
         version: its number, read on the first rank that has slots; one more if ``None``.
-        limit: seconds that a rank waits for a free slot.
+        timeout: seconds that a rank waits for a free slot; the channel's own if ``None``.
         find: finds the places of the weights.
 
     Returns:
@@ -166,18 +171,19 @@ def publish_together(
     """
     patience, holds = channel.rank_timeout, channel.holds
     with interrupted_later(), rendezvous.collective():
+        limit = channel.limit(timeout)
         if version is not None:
             count("version", version, 0, MAX_VERSION)
         last = -1 if channel.version is None else channel.version
         state = [channel.layout.hash, holds, last, version]
-        version = _next_version(rendezvous.agree(patience, state))
+        version = _next_version(rendezvous.agree(patience, "publish", state))
         places = find()
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
-            shards = rendezvous.agree(patience + limit, sum(p.sharded for p in places))
+            shards = rendezvous.agree(patience + limit, "gather", sum(p.sharded for p in places))
             expected = "weights: expected the same number of sharded tensors"
             _refuse_others(expected, shards, "publish the same model on every rank")
             channel.layout.write(places, writing and writing.views)
-            rendezvous.agree(patience + limit)
+            rendezvous.agree(patience + limit, "end")
         rendezvous.version = version
         return version
 

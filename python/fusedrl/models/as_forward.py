@@ -71,7 +71,7 @@ class _Place:
     def __init__(self) -> None:
         self.function: Callable[..., tuple[Tensor, ...]] | None = None
         self.found: list[tuple[Tensor, ...]] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         # What is compiled in it is compiled by itself: the decoder.
         self.forward = torch.compiler.disable(self._forward)
 
@@ -79,7 +79,7 @@ class _Place:
         assert self.function is not None
         try:
             self.found.append(self.function(*args))
-        except Exception as error:  # FSDP takes a forward that raises for one that still runs
+        except BaseException as error:  # FSDP takes a forward that raises for one that still runs
             self.error = error
             return ()
         return self.found[-1]

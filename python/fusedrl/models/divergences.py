@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedrl.models.plan import at_kept_states, planned
+from fusedrl.models.ranks import together
 from fusedrl.models.split import Parts
 from fusedrl.ops import linear_exact_kl, linear_top_k_kl
 
@@ -50,6 +51,11 @@ def causal_divergences(
             decoder and head, or has a head that is spread over ranks.
     """
     batch = tokens, lengths, mask, max_tokens_per_forward, share_prefixes, None
+    with together("divergences", model, teacher):
+        return _divergences(model, teacher, batch, direction)
+
+
+def _divergences(model: Any, teacher: Any, batch: tuple[Any, ...], direction: str) -> Tensor:
     if isinstance(teacher, Classes):
 
         def from_classes(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
@@ -103,4 +109,4 @@ def _scored(
             )
         places = plan.places
         (values,) = at_kept_states(plan, parts, lambda hidden: (function(hidden, parts, places),))
-    return plan.placed(values), parts
+        return plan.placed(values), parts

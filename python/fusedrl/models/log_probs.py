@@ -84,7 +84,7 @@ def causal_log_probs(
             scored = _from_logits(plan, options)
         else:
             scored = _from_states(plan, parts, options)
-    columns = [plan.placed(values) for values in scored]
+        columns = [plan.placed(values) for values in scored]
     return TokenLogProbs(columns[0], columns[1] if entropy else None)
 
 

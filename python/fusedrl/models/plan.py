@@ -101,9 +101,9 @@ def planned(
     """Check the arguments and plan the forward passes to make in the block.
 
     The model's weights have one version in the block. Every rank of a model makes as many passes as
-    the one with the most, and has an error at the end of the block where another one has.
+    the one with the most.
     """
-    with together(model) as step:
+    with together("log-probs", model) as step:
         lengths = check_sequences(tokens, lengths, mask, max_tokens_per_forward)
         model, context = unwrapped(model)
         check_model(model)
@@ -119,7 +119,8 @@ def planned(
             tries, most = step.agree(tries=found is None, passes=len(passes))
             if tries or found is None:
                 known_ids = int(tokens.max()) + 1 if len(tokens) else 1
-                found = capabilities_of(model, known_ids, kwargs, step)
+                with step.collective():
+                    found = capabilities_of(model, known_ids, kwargs, step)
                 passes = _passes(model, found, tokens, work, *options)
                 _, most = step.agree(passes=len(passes))
             log_shared(model, [part for one in passes for part in one.parts])
@@ -128,7 +129,6 @@ def planned(
                 empty = passes_of(found, [nothing_of(tokens)], device, 1, 1, None)
                 passes += empty * (most - len(passes))
             yield Plan(model, tokens, kwargs, found, passes, step)
-            step.close()
 
 
 def _device_of(model: Any, capabilities: Capabilities) -> torch.device:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedrl.models.log_probs import causal_log_probs
 from fusedrl.models.plan import at_kept_states, planned
+from fusedrl.models.ranks import together
 from fusedrl.models.split import Parts
 from fusedrl.ops import _dispatch, _head
 from fusedrl.ops.linear_policy_loss.autograd import Rows, Task, Terms, run
@@ -55,39 +56,40 @@ def causal_policy_terms(
         TypeError, ValueError: as :func:`causal_log_probs`.
     """
     sequences: Any = (tokens, lengths, mask, max_tokens_per_forward, share_prefixes, model_kwargs)
-    with planned(model, *sequences) as plan:
-        parts = plan.capabilities.parts
-        if parts is not None and _has_kernel(parts, plan.capabilities.autocast):
-            places = plan.places
+    with together("policy terms", model):
+        with planned(model, *sequences) as plan:
+            parts = plan.capabilities.parts
+            if parts is not None and _has_kernel(parts, plan.capabilities.autocast):
+                places = plan.places
 
-            def terms(hidden: Tensor) -> tuple[Tensor, ...]:
-                ids = plan.tokens[places].to(hidden.device)
-                task = _task(hidden, ids, places, parts, batch, weights, surrogate, entropy)
-                return run(task, separate=True)
+                def terms(hidden: Tensor) -> tuple[Tensor, ...]:
+                    ids = plan.tokens[places].to(hidden.device)
+                    task = _task(hidden, ids, places, parts, batch, weights, surrogate, entropy)
+                    return run(task, separate=True)
 
-            values, *columns = at_kept_states(plan, parts, terms)
-            return Terms(values, *map(plan.placed, columns))
-    scored = causal_log_probs(
-        model,
-        tokens,
-        lengths,
-        mask,
-        max_tokens_per_forward=max_tokens_per_forward,
-        share_prefixes=share_prefixes,
-        entropy=entropy,
-        model_kwargs=model_kwargs,
-    )
-    log_probs, entropies = scored
-    here = log_probs.device
-    values = policy_terms(
-        log_probs,
-        entropies,
-        PolicyBatch(*_moved(batch, here)),
-        TermWeights(*_moved(weights, here)),
-        surrogate,
-    )
-    entropies = torch.zeros_like(log_probs) if entropies is None else entropies
-    return Terms(values, log_probs.detach(), entropies.detach())
+                values, *columns = at_kept_states(plan, parts, terms)
+                return Terms(values, *map(plan.placed, columns))
+        scored = causal_log_probs(
+            model,
+            tokens,
+            lengths,
+            mask,
+            max_tokens_per_forward=max_tokens_per_forward,
+            share_prefixes=share_prefixes,
+            entropy=entropy,
+            model_kwargs=model_kwargs,
+        )
+        log_probs, entropies = scored
+        here = log_probs.device
+        values = policy_terms(
+            log_probs,
+            entropies,
+            PolicyBatch(*_moved(batch, here)),
+            TermWeights(*_moved(weights, here)),
+            surrogate,
+        )
+        entropies = torch.zeros_like(log_probs) if entropies is None else entropies
+        return Terms(values, log_probs.detach(), entropies.detach())
 
 
 def _has_kernel(parts: Parts, autocast: torch.dtype | None) -> bool:

@@ -8,17 +8,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
+from zlib import crc32
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded
 
 logger = logging.getLogger("fusedrl")
+
+SILENCE = timedelta(seconds=20)  # after which a rank says that it waits for others
 
 
 class Apart(RuntimeError):
@@ -49,8 +54,27 @@ class Ranks(NamedTuple):
         reduced = torch.tensor(values, dtype=torch.float64, device="cpu")
         for group in self.groups:
             reduced = reduced.to(_device_of(group))
-            distributed.all_reduce(reduced, operation, group=group)
+            work = distributed.all_reduce(reduced, operation, group=group, async_op=True)
+            assert work is not None
+            _wait(work, reduced.device)
         return reduced.tolist()
+
+
+def _wait(work: Any, device: torch.device) -> None:
+    """Wait for other ranks, and say so after a while where that does not end the wait."""
+    if device.type == "cpu":
+        try:
+            work.wait(SILENCE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        logger.warning(
+            "rank %d: it has waited %d s for other ranks to make the same call of a model that they "
+            "share; for a call of one rank alone, pass the module inside of DDP",
+            *(distributed.get_rank(), SILENCE.total_seconds()),
+        )
+    work.wait()
 
 
 def ranks_of(model: Any) -> Ranks | None:
@@ -96,35 +120,92 @@ def _device_of(group: Any) -> torch.device:
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-class Step:
-    """What the ranks of a model agree on for one call. One process alone agrees with itself.
+class _Call:
+    """A call that ranks make together: each of them gets to its end, or all have an error.
 
-    From the beginning of a call until :meth:`close`, an error on a rank is an error on all, unless
-    others are in a collective of the model's by then.
+    Every agreement says which one it is, and of which call, so that a rank cannot take another one
+    for its own. Nothing follows an error.
+
+    Args:
+        kind: what is called.
+        models: whose ranks take part, and the ranks of each.
+        groups: those of all models, by name.
+    """
+
+    def __init__(
+        self, kind: str, models: list[tuple[Any, Ranks | None]], groups: dict[str, Any]
+    ) -> None:
+        self.models, self.groups, self.over = models, groups, False
+        self._kind = f"{kind} with{'' if torch.is_grad_enabled() else 'out'} gradients"
+        self._met = 0
+        self._first = next(model for model, ranks in models if ranks)
+        self._number = _numbers[self._first] = _numbers.get(self._first, 0) + 1
+
+    def meet(self, *values: int, failing: int = 0) -> list[int]:
+        """The largest of three values over the ranks.
+
+        Raises:
+            RuntimeError: a rank has had an error, or is at another agreement.
+        """
+        self._met += 1
+        this = crc32(f"{self._kind}, {self._number}, {self._met}".encode())
+        values = (*values, 0, 0, 0)[:3]
+        with interrupted_later():  # or a rank would not know whether the others have its numbers
+            self.over = True
+            ranks = Ranks(tuple(self.groups.values()), True)
+            failing, number, most, least, *largest = ranks.largest(
+                failing, self._number, this, -this, *values
+            )
+            _numbers[self._first] = number  # ranks are in step again, whatever was
+            self.over = bool(failing) or most != -least
+        if failing:
+            raise RuntimeError(
+                f"model: expected a call that every rank can make, got an error on rank "
+                f"{failing - 1}; see the error of that rank"
+            )
+        if self.over:
+            raise RuntimeError(
+                f"model: expected the same calls in the same order on every rank, got {self._kind} "
+                f"as call {self._number} of this rank, and another one on another rank; make it on "
+                "all, or pass the module inside of DDP to a call of one rank"
+            )
+        return largest
+
+    def fail(self) -> None:
+        """Tell the other ranks that this one has had an error, if they wait for it."""
+        if not self.over:
+            with suppress(RuntimeError):  # this rank's own error is the one to raise
+                self.meet(failing=distributed.get_rank() + 1)
+
+
+# How many calls of a model its ranks have begun.
+_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_running: ContextVar[_Call | None] = ContextVar("_running", default=None)
+
+
+class Step:
+    """What the ranks of a model agree on in a call. One process alone agrees with itself.
 
     Args:
         ranks: of the model; ``None`` for a model of this process.
+        call: in which they agree.
     """
 
-    def __init__(self, ranks: Ranks | None) -> None:
+    def __init__(self, ranks: Ranks | None, call: _Call | None = None) -> None:
         self._ranks = ranks
-        self._settled = ranks is None
+        self._call = None if ranks is None else call
 
     @property
     def alone(self) -> bool:
         """Whether the model is that of this process."""
-        return self._ranks is None
-
-    def begin(self) -> None:
-        """A further call follows, on which the ranks have not agreed yet."""
-        self._settled = self._ranks is None
+        return self._call is None
 
     def agree(
         self, *, apart: bool = False, tries: bool = False, passes: int = 0
     ) -> tuple[bool, int]:
         """Whether any rank has to try the model, and the most forward passes of a rank.
 
-        If any does, all of them try it, and agree once more. After the passes they :meth:`close`.
+        If any does, all of them try it, and agree once more.
 
         Args:
             apart: this rank computes its part without this module.
@@ -132,13 +213,12 @@ class Step:
             passes: how many forward passes this rank makes, as far as it knows.
 
         Raises:
-            RuntimeError: another rank has had an error.
+            RuntimeError: another rank has had an error, or makes another call.
             Apart: another rank computes without this module.
         """
-        if self._ranks is None:
+        if self._call is None:
             return tries, passes
-        any_apart, any_tries, most = self._meet(apart, tries, passes)
-        self._settled = bool(any_apart)
+        any_apart, any_tries, most = self._call.meet(apart, tries, passes)
         if any_apart and not apart:
             raise Apart(
                 "model: expected data that every rank scores in one way, got such that another "
@@ -146,85 +226,75 @@ class Step:
             )
         return bool(any_tries), most
 
-    def close(self) -> None:
-        """Every rank has made its forward passes, of which the backward pass may follow.
-
-        Raises:
-            RuntimeError: another rank has had an error.
-        """
-        if self._ranks is not None:
-            self._meet(0, 0, 0)
-
-    def fail(self) -> None:
-        """Tell the ranks that wait for this one that it has had an error."""
-        if not self._settled and self._ranks is not None:
-            with suppress(RuntimeError):  # this rank's own error is the one to raise
-                self._meet(0, 0, 0, failing=distributed.get_rank() + 1)
-
-    def _meet(self, *values: int, failing: int = 0) -> list[int]:
-        """The largest of each value over the ranks, if none of them has had an error."""
-        assert self._ranks is not None
-        with self.collective(always=True):
-            failing, *largest = self._ranks.largest(failing, *values)
-        self._settled = True  # whatever comes of it comes to all
-        if failing:
-            raise RuntimeError(
-                f"model: expected a call that every rank can make, got an error on rank "
-                f"{failing - 1}; see the error of that rank"
-            )
-        return largest
-
     @contextmanager
-    def collective(self, always: bool = False) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """A block in which others may be in a collective, so that they cannot be told of an error.
 
-        Args:
-            always: whatever is around the model.
+        There are none within a forward pass of DDP.
         """
         try:
             yield
-        except Exception:
-            if self._ranks is not None and (always or self._ranks.gathers):
-                self._settled = True
+        except BaseException:
+            if self._call is not None and self._ranks is not None and self._ranks.gathers:
+                self._call.over = True
             raise
 
     def total(self, *values: float) -> list[float]:
         """The sum of each value over the ranks."""
-        return list(values) if self._ranks is None else self._ranks.total(*values)
+        if self._call is None or self._ranks is None:
+            return list(values)
+        with interrupted_later():
+            self._call.meet()
+            return self._ranks.total(*values)
 
-    def largest(self, *values: int) -> list[int]:
-        """The largest of each value over the ranks."""
-        return list(values) if self._ranks is None else self._ranks.largest(*values)
-
-
-_steps: ContextVar[tuple[tuple[Any, Step], ...]] = ContextVar("_steps", default=())
+    def largest(self, value: int) -> int:
+        """The largest value over the ranks."""
+        return value if self._call is None else self._call.meet(value)[0]
 
 
 @contextmanager
-def together(model: Any) -> Iterator[Step]:
-    """A call of a model that its ranks make together: the step of a caller, or a new one.
+def together(kind: str, *models: Any) -> Iterator[Step]:
+    """A call that the ranks of some models make together: a part of the caller's, or a new one.
+
+    An error of a rank in the block is an error of all, unless others are in a collective of the
+    model's by then. The ranks agree at the end of the outermost block that none has had one, so
+    that whatever may fail belongs into it.
 
     Args:
-        model: to call, a module around it, or :class:`fusedrl.models.WithoutAdapters`.
+        kind: what is called.
+        models: to call, or modules around them, or :class:`fusedrl.models.WithoutAdapters`; ranks
+            may share none of them. The step is that of the first.
     """
-    model = getattr(model, "adapted", model)
-    of_callers = _steps.get()
-    step = next((step for known, step in of_callers if known is model), None)
-    if step is not None:
-        step.begin()
-        yield step
+    asked = [getattr(model, "adapted", model) for model in models]
+    outer = _running.get()
+    known = [] if outer is None else outer.models
+    found = [
+        (model, next((ranks for other, ranks in known if other is model), None) or ranks_of(model))
+        for model in asked
+    ]
+    ranks = found[0][1] if found else None
+    groups = {g.group_name: g for _, theirs in found if theirs for g in theirs.groups}
+    if not groups and torch.is_grad_enabled():
+        for model in asked:
+            _warn_of_ddp(model)
+    if outer is not None and groups.keys() <= outer.groups.keys():
+        outer.models += found
+        yield Step(ranks, outer)
         return
-    step = Step(ranks_of(model))
-    if step.alone and torch.is_grad_enabled():
-        _warn_of_ddp(model)
-    token = _steps.set((*of_callers, (model, step)))
+    if not groups:
+        yield Step(None)
+        return
+    call = _Call(kind, found, groups)
+    token = _running.set(call)
     try:
-        yield step
-    except Exception:
-        step.fail()
+        yield Step(ranks, call)
+        if not call.over:
+            call.meet()
+    except BaseException:
+        call.fail()
         raise
     finally:
-        _steps.reset(token)
+        _running.reset(token)
 
 
 _looked_at: WeakSet[nn.Module] = WeakSet()

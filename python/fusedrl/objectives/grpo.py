@@ -114,7 +114,7 @@ class GRPOLoss(_GRPOLoss):
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, in the form of torchrl's class."""
         actor = getattr(self, "actor_network", None)
-        with together(getattr(actor, "model", None)) as step:
+        with together(type(self).__name__, getattr(actor, "model", None)) as step:
             return self._forward(tensordict, step)
 
     def _forward(self, tensordict: TensorDictBase, step: Step) -> Any:
@@ -131,7 +131,8 @@ class GRPOLoss(_GRPOLoss):
             shares = shares_of(self, scores, step)
         try:
             if scores is None:
-                return super().forward(tensordict)
+                with step.collective():
+                    return super().forward(tensordict)
             token = _running.set((self, scores))
             try:
                 output = super().forward(tensordict)

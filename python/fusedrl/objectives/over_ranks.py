@@ -15,7 +15,13 @@ _MEANS_OF_PLACES = ("loss_kl_to_ref", "loss_kl_to_inference")
 
 
 def check_data(loss: Any, td: TensorDictBase) -> None:
-    """Refuse, before a forward pass, what torchrl refuses behind it, where other ranks wait."""
+    """Refuse, before a forward pass, what torchrl would refuse by itself."""
+    for key in (loss.tensor_keys.action, loss.tensor_keys.advantage):
+        if td.get(key, None, as_padded_tensor=True) is None:  # pyright: ignore[reportCallIssue]
+            raise ValueError(
+                f"{key}: expected it in the data of every rank, got none; add it, or name another "
+                "key with set_keys()"
+            )
     if (problem := misshapen_advantage(loss, td)) is not None:
         raise ValueError(problem)
     key = loss.tensor_keys.ref_log_probs
@@ -67,7 +73,7 @@ def shares_of(loss: Any, scores: Scores, step: Step) -> tuple[float, float]:
     count = rows if loss.aggregation == "prompt_mean" else int(scores.counted.sum())
     ranks, counts, all_rows = step.total(1, count, rows)
     # One process would pad all rows to the longest.
-    places = all_rows * step.largest(width)[0]
+    places = all_rows * step.largest(width)
     return count * ranks / max(counts, 1), rows * width * ranks / max(places, 1)
 
 

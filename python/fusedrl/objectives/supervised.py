@@ -189,7 +189,8 @@ class DistillationLoss(_DistillationLoss):
         """The loss of a batch, in the form of torchrl's class."""
         if self.loss_function == "k3":
             return _computed(self, _DistillationLoss.forward, tensordict, self.assistant_only)
-        with together(getattr(self.actor_network, "model", None)):
+        models = (getattr(x, "model", None) for x in (self.actor_network, self.teacher_network))
+        with together("DistillationLoss", *models):
             return self._divergence(tensordict)
 
     def _divergence(self, td: TensorDictBase) -> DistillationLossOutput:
@@ -260,14 +261,15 @@ def _computed(
     The actor runs as it is where it cannot be replaced, on all ranks that share its model, and for
     data that torchrl refuses, so that its own error is raised.
     """
-    with together(getattr(loss.actor_network, "model", None)) as step:
+    with together(type(loss).__name__, getattr(loss.actor_network, "model", None)) as step:
         why: object = None
         try:
             batch = _read(loss, tensordict, assistant_only)
         except CannotFuse as error:
             why = error
         except (ValueError, TypeError):
-            pass
+            if not step.alone:  # torchrl would say so where others wait
+                raise
         else:
             twin = copy(loss)
             scorer = _Scorer(loss, batch)
@@ -276,11 +278,12 @@ def _computed(
                 return formulas(twin, tensordict)
             except Apart:
                 why = "torchrl computes that of another rank"
-        if not isinstance(why, str):
+        if isinstance(why, CannotFuse):
             step.agree(apart=True)
         if why is not None:
             log_not_fused(loss, why)
-        return formulas(loss, tensordict)
+        with step.collective():
+            return formulas(loss, tensordict)
 
 
 def _read(loss: Any, td: TensorDictBase, assistant_only: bool) -> TokenBatch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -209,9 +209,10 @@ class RetrieveKL(_RetrieveKL):
         with self._held():
             if self._pending:
                 self._init_deferred()
-            if tensordict.batch_dims == 0:
-                return columns.step_one(self._score, tensordict, next_tensordict)
-            return self._score(tensordict, next_tensordict)
+            with self._together():
+                if tensordict.batch_dims == 0:
+                    return columns.step_one(self._score, tensordict, next_tensordict)
+                return self._score(tensordict, next_tensordict)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
@@ -226,18 +227,13 @@ class RetrieveKL(_RetrieveKL):
         scoring = getattr(getattr(container, "collector", None), "scoring", None)
         return nullcontext() if scoring is None else scoring()
 
-    def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+    def _together(self) -> AbstractContextManager[Any]:
+        """A call of the models that score, on all ranks that share one of them."""
         transforms: Any = self.transforms
-        with ExitStack() as steps:
-            # In the order in which they are left, the ranks hear of an error first by the policy's.
-            for transform in reversed(list(transforms)):
-                if torchrl.steps_as(transform, RetrieveLogProb):
-                    steps.enter_context(together(model_of(transform)))
-            return self._score_together(tensordict, next_tensordict)
+        scorers = [each for each in transforms if torchrl.steps_as(each, RetrieveLogProb)]
+        return together("RetrieveKL", *map(model_of, scorers))
 
-    def _score_together(
-        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
-    ) -> TensorDictBase:
+    def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # All is read before anything is written, but for subclasses with a _step of their own.
         batch: TokenBatch | None = None
         steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
@@ -255,8 +251,9 @@ class RetrieveKL(_RetrieveKL):
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        columns.check_some(tensordict)
-        return transitions.run(self, self._step, tensordict)
+        with self._together():
+            columns.check_some(tensordict)
+            return transitions.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""

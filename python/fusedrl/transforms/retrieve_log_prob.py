@@ -124,17 +124,18 @@ class RetrieveLogProb(_RetrieveLogProb):
         self._own_key = unravel_key((model.log_probs_key, "full"))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        columns.check_some(tensordict)
-        return transitions.run(self, self._step, tensordict)
+        with together("RetrieveLogProb", model_of(self)):
+            columns.check_some(tensordict)
+            return transitions.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
         return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        if tensordict.batch_dims == 0:
-            return columns.step_one(self._step, tensordict, next_tensordict)
-        with together(model_of(self)):
+        with together("RetrieveLogProb", model_of(self)):
+            if tensordict.batch_dims == 0:
+                return columns.step_one(self._step, tensordict, next_tensordict)
             return self.score(tensordict, next_tensordict, self.read(tensordict))
 
     def read(
@@ -171,9 +172,10 @@ class RetrieveLogProb(_RetrieveLogProb):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             if batch is None:
                 given = tensordict if device is None else tensordict.to(device)
-                with together(model_of(self)) as step:
+                with together("RetrieveLogProb", model_of(self)) as step:
                     step.agree(apart=True)
-                rows = score_by_itself(self, given)
+                    with step.collective():
+                        rows = score_by_itself(self, given)
             else:
                 rows = self._score_batch(batch)
         self._store(next_tensordict, rows)
