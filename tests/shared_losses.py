@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import shared_models
@@ -10,11 +14,13 @@ import torch
 import torch.distributed as dist
 from objectives.policies import OUTPUTS, STACK, actor_of, batch_of, model_of, rows, tokenizer
 from objectives.test_supervised import HISTORY, THEIRS, data_of
-from shared_models import check_gradients, gradients
-from tensordict import lazy_stack, set_list_to_stack
+from shared_models import DDP, check_gradients, gradients
+from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from torch import Tensor
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
 import fusedrl
+from fusedrl.models import causal_log_probs, ranks
 
 
 def chats_of(rank: int, ranks: int) -> list[Any]:
@@ -102,38 +108,217 @@ def like_one_process(
     return rows_of_head.rows - known  # without the trial of the first call
 
 
-def errors() -> list[str]:
-    """What each rank raises if one has data that a loss refuses; then all go on."""
+def calls_of(way: str) -> dict[str, tuple[Any, Any]]:
+    """What ranks call with models that they share, and the data of this one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    loss = fusedrl.GRPOLoss(actor(shared_models.sharded(model_of())), masking_strategy="rlhf")
-    loss.kl_to_ref_coeff = 0.1
+    model = shared_models.WAYS[way](model_of())
+    teacher = DDP(model_of("llama"), broadcast_buffers=False)
+    ours, theirs = actor_of(model, HISTORY), actor_of(teacher, HISTORY)
+    scorers = (
+        actor_of(each, STACK, log_probs_key=key)
+        for each, key in ((model, "log_probs"), (teacher, "ref_log_probs"))
+    )
+    options: dict[str, Any] = {"tokenizer": tokenizer()}
+    tokens = batch(rank, ranks, -1)
+    scored = tokens.select("tokens", "masks")
+    chats, taught = (
+        data_of(name)[rank : rank + 1 if rank + 1 < ranks else None] for name in THEIRS
+    )
+    return {
+        "log-probs": (lambda data: causal_log_probs(model, data, [len(data)]), torch.arange(9)),
+        "GRPO": (
+            fusedrl.GRPOLoss(
+                actor(model),
+                masking_strategy="rlhf",
+                kl_to_ref_coeff=0.1,
+                average_tokens_across_devices=True,
+            ),
+            tokens,
+        ),
+        "SFT": (fusedrl.SFTLoss(ours, kl_to_ref_coeff=0.1, **options), chats),
+        "k3": (fusedrl.DistillationLoss(ours, **options), taught),
+        "exact KL": (
+            fusedrl.DistillationLoss(
+                ours, loss_function="exact_kl", teacher_network=theirs, **options
+            ),
+            taught,
+        ),
+        "RetrieveLogProb": (fusedrl.RetrieveLogProb(actor(model), assistant_only=False), scored),
+        "RetrieveKL": (
+            fusedrl.RetrieveKL(*scorers, add_to_reward=False, assistant_only=False),
+            scored,
+        ),
+    }
 
-    def misshapen(data: Any) -> None:
-        data["advantage"] = data["advantage"].squeeze(-1)
 
-    def without(*keys: str) -> Any:
-        def spoil(data: Any) -> None:
-            for row in data.unbind(0) if len(keys) > 1 else [data]:
-                del row[keys]
+def answer(call: Any, data: Any) -> list[float]:
+    """The figures that a call gives for data, which it may write into."""
+    with set_list_to_stack(True):
+        found = call(copy.deepcopy(data))
+    if isinstance(call, fusedrl.RetrieveLogProb):
+        return torch.cat(found.get(("log_probs", "full"), as_list=True)).tolist()
+    if isinstance(call, fusedrl.RetrieveKL):
+        return torch.cat(found.get("kl_penalty", as_list=True)).flatten().tolist()
+    values = found.log_probs if isinstance(data, Tensor) else sum(x for _, x in losses_in(found))
+    values.sum().backward()
+    return values.detach().flatten().tolist()
 
-        return spoil
 
-    def too_large(data: Any) -> None:
-        data.unbind(0)[0]["tokens", "full"][-2] = 10**6
+def losses_in(output: Any) -> list[tuple[str, Tensor]]:
+    return [(n, x) for n, x in output.items() if n.startswith("loss_") and x is not None]
 
+
+def without(*keys: Any) -> Any:
+    def spoil(data: Any) -> Any:
+        for key in keys:
+            for row in data.unbind(0):
+                del row[key]
+        return data
+
+    return spoil
+
+
+def longer(*key: str) -> Any:
+    def spoil(data: Any) -> Any:
+        for row in data.unbind(0):
+            row[key] = torch.cat((row[key], row[key][:3]))
+        return data
+
+    return spoil
+
+
+def refused(data: Any) -> Any:
+    for row in data.unbind(0):
+        row["history"] = TensorDict(full=torch.zeros(1))
+    return data
+
+
+def misshapen(data: Any) -> Any:
+    data["advantage"] = data["advantage"].squeeze(-1)
+    return data
+
+
+def too_large(data: Any) -> Any:
+    data.unbind(0)[0]["tokens", "full"][-2] = 10**6
+    return data
+
+
+def interrupts(data: Any) -> Any:
+    class Interrupting(type(data)):
+        def get(self, *_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+    data.__class__ = Interrupting
+    return data
+
+
+def some(data: Any) -> Any:
+    """Two samples, of which one has something under "next"."""
+    first, second = (row.copy() for row in data.unbind(0)[:1] * 2)
+    first["next"] = first.select("tokens")
+    return lazy_stack([first, second])
+
+
+_REF, _TAUGHT = ("next", "ref_log_probs", "full"), ("next", "teacher_log_probs", "full")
+# What one rank's data lacks or has, and what that rank says.
+SPOILS: dict[str, list[tuple[Any, str]]] = {
+    "log-probs": [(lambda data: data.float(), "ValueError: tokens: expected [9] integers")],
+    "GRPO": [
+        (misshapen, "ValueError: advantage: expected shape"),
+        (without("advantage"), "ValueError: advantage: expected it in the data of every rank"),
+        (without(("log_probs", "full")), "ValueError: ('log_probs', 'full'): expected log-probs"),
+        (without(_REF), "KeyError: \"('next', 'ref_log_probs', 'full'): expected log-probs"),
+        (longer(*_REF), "ValueError: "),
+        (too_large, "ValueError: tokens: expected ids"),
+    ],
+    "SFT": [
+        (without(_REF), "ValueError: Reference log probs not found"),
+        (longer(*_REF), "ValueError: Current log probabilities and reference log"),
+        (refused, "TypeError: tensordict: expected a History"),
+    ],
+    "k3": [
+        (without(_TAUGHT), "KeyError: "),
+        (longer(*_TAUGHT), "ValueError: Student and teacher log-probs have different shapes"),
+    ],
+    "exact KL": [(without("history"), "KeyError: 'key \"history\" not found")],
+    "RetrieveLogProb": [
+        (lambda data: data[:0], "ValueError: tensordict: expected at least one sample"),
+        (some, "ValueError: tensordict: expected a TensorDictBase under 'next' in every sample"),
+        (interrupts, "KeyboardInterrupt: "),
+    ],
+    "RetrieveKL": [
+        (lambda data: data[:0], "ValueError: tensordict: expected at least one sample"),
+        (without("tokens"), "ValueError: tensordict: expected the input of the model"),
+    ],
+}
+
+
+def said(call: Any, *args: Any) -> str:
+    """The text of the error of a call."""
+    try:
+        call(*args)
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def errors(way: str) -> list[str]:
+    """What each rank raises for each of the spoils of the second one's data; then all go on."""
     found = []
-    for spoil in (misshapen, without("advantage"), without("log_probs", "full"),
-                  without("next", "ref_log_probs", "full"), too_large):  # fmt: skip
-        data = copy.deepcopy(batch(rank, ranks, -1))
-        if rank == 1:
-            spoil(data)
-        try:
-            backward(loss, data)
-            found.append("")
-        except (ValueError, KeyError, RuntimeError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    backward(loss, batch(rank, ranks, -1))
+    for name, (call, data) in calls_of(way).items():
+        right = answer(call, data)
+        for spoil, _ in SPOILS[name]:
+            given = copy.deepcopy(data)
+            given = spoil(given) if dist.get_rank() == 1 else given
+            found.append(said(call, given))
+            assert answer(call, data) == right, name
     return found
+
+
+def errors_anywhere(seed: int, count: int) -> None:
+    """Let ranks be interrupted at random functions of random calls: all raise, the next is right."""
+    shared_models.WAYS["ddp, own buffers"] = lambda m: DDP(m, broadcast_buffers=False)
+    calls = calls_of("ddp, own buffers")
+    # More than once: DDP and the trials have collectives of their own at first.
+    rights = {n: [answer(*call) for _ in range(3)][-1] for n, call in calls.items()}
+    together, own = random.Random(seed), random.Random(seed + dist.get_rank())
+    for _ in range(count):
+        name = together.choice(list(calls))
+        failing = [r for r in range(dist.get_world_size()) if together.random() < 0.5] or [0]
+        call, data = calls[name]
+        with interrupted_at() as places:
+            answer(call, data)
+        dist.barrier()
+        if dist.get_rank() in failing:
+            with interrupted_at(own.randrange(len(places))) as places:
+                text = said(call, copy.deepcopy(data))
+        else:
+            text = said(call, copy.deepcopy(data))
+        assert text.startswith(("KeyboardInterrupt", "RuntimeError: model: expected a call that"))
+        assert answer(call, data) == rights[name], (name, places)
+
+
+@contextmanager
+def interrupted_at(number: int = -1) -> Iterator[list[str]]:
+    """The functions of ours that are called where ranks make a call together, up to this one."""
+    places: list[str] = []
+
+    def trace(frame: Any, event: str, _: Any) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("fusedrl.") or module in _PROTOCOL or ranks._running.get() is None:
+            return
+        places.append(f"{module}.{frame.f_code.co_name}")
+        if len(places) == number + 1:
+            raise KeyboardInterrupt
+
+    sys.settrace(trace)
+    try:
+        yield places
+    finally:
+        sys.settrace(None)
+
+
+_PROTOCOL = ("fusedrl.models.ranks", "fusedrl.channel.rendezvous")
 
 
 def torchrl_computes() -> None:
@@ -174,8 +359,8 @@ def supervised(way: str, name: str) -> int:
     return rows_of_head.rows
 
 
-def penalties(way: str) -> str:
-    """Compare RetrieveKL with one process, and what each rank raises if one has bad data."""
+def penalties(way: str) -> None:
+    """Compare RetrieveKL with one process."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     policy, reference = model_of(), model_of("llama")
     shared = shared_models.WAYS[way](copy.deepcopy(policy))
@@ -192,11 +377,3 @@ def penalties(way: str) -> str:
     theirs = transform(policy, reference)(data()).get("kl_penalty", as_list=True)
     for mine, exact in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
-    spoiled = data()
-    if rank == 1:
-        del spoiled["tokens"]
-    try:
-        transform(shared, reference)(spoiled)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

@@ -26,6 +26,13 @@ def two(tmp_path_factory):
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    pool = RankPool(3, tmp_path_factory.mktemp("three"))
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize("empty", [-1, 1])
 @pytest.mark.parametrize(("name", "options"), [*LOSSES, BY_LOG_PROBS])
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
@@ -41,14 +48,10 @@ def test_means_over_the_tokens_of_all_ranks(two, name, options, empty):
     assert two.run(shared_losses.like_one_process, *arguments) == [0, 0]
 
 
-def test_means_over_the_tokens_of_three_ranks(tmp_path):
-    pool = RankPool(3, tmp_path)
-    try:
-        for name, options in LOSSES[1:3]:
-            arguments = "ddp", name, options, True, None, 2
-            assert pool.run(shared_losses.like_one_process, *arguments) == [0, 0, 0]
-    finally:
-        pool.close()
+def test_means_over_the_tokens_of_three_ranks(three):
+    for name, options in LOSSES[1:3]:
+        arguments = "ddp", name, options, True, None, 2
+        assert three.run(shared_losses.like_one_process, *arguments) == [0, 0, 0]
 
 
 def test_what_has_no_mean_is_refused(two):
@@ -56,16 +59,21 @@ def test_what_has_no_mean_is_refused(two):
         two.run(shared_losses.like_one_process, "fsdp", *BY_LOG_PROBS, True, None)
 
 
-def test_an_error_of_a_rank_is_an_error_of_all(two):
-    first, second = two.run(shared_losses.errors)
-    assert all(
-        text.startswith("RuntimeError: model: expected a call that every rank can make, got an ")
-        and "on rank 1;" in text
-        for text in first
-    )
-    kinds = ("ValueError: advantage", "ValueError: Advantage key", "ValueError: ", "KeyError: ")
-    for text, kind in zip(second, (*kinds, "ValueError: tokens: expected ids"), strict=True):
-        assert text.startswith(kind)
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_an_error_of_a_rank_is_an_error_of_all(two, way):
+    """Also one that torchrl raises behind the forward passes. The next call is right."""
+    first, second = two.run(shared_losses.errors, way)
+    told = "RuntimeError: model: expected a call that every rank can make, got an error on rank 1;"
+    expected = [text for spoils in shared_losses.SPOILS.values() for _, text in spoils]
+    assert all(text.startswith(told) for text in first)
+    pairs = zip(second, expected, strict=True)
+    assert not [pair for pair in pairs if not pair[0].startswith(pair[1])]
+
+
+def test_an_interrupt_anywhere_is_an_error_of_all(two, three):
+    for seed in range(2):
+        two.run(shared_losses.errors_anywhere, seed, 12)
+        three.run(shared_losses.errors_anywhere, seed, 12)
 
 
 def test_torchrl_computes_on_all_ranks_or_on_none(two):
@@ -74,8 +82,7 @@ def test_torchrl_computes_on_all_ranks_or_on_none(two):
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_penalties(two, way):
-    first, second = two.run(shared_losses.penalties, way)
-    assert "on rank 1;" in first and second and "on rank" not in second
+    two.run(shared_losses.penalties, way)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
