@@ -47,7 +47,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState",
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_group",
         "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
-        "torch.nn.parallel:DistributedDataParallel": "_active_ddp_module",
+        "torch.nn.parallel:DistributedDataParallel": "_active_ddp_module _join_config",
         "torch.distributed.distributed_c10d": "_get_default_store",
     },
     "torchrl": {
@@ -105,6 +105,7 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "transformers": {
         "transformers:PretrainedConfig": "_attn_implementation",
+        "transformers:PreTrainedModel": "_gradient_checkpointing_func",
         "transformers.core_model_loading": "revert_weight_conversion",
     },
     "trl": {

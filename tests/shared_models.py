@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import signal
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.models import causal_log_probs
+from fusedrl.models import ranks as protocol
 from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.shared_rows import sharing_prefixes
 
@@ -245,6 +249,55 @@ def accumulates(way: str) -> None:
         model.set_requires_gradient_sync(True)
     causal_log_probs(model, *second[rank]).log_probs.sum().backward()
     check_sums(model, whole, [*first, *second])
+
+
+def said(*args: Any, **options: Any) -> str:
+    """The text of the error of causal_log_probs."""
+    try:
+        causal_log_probs(*args, **options)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def reentrant_checkpoints() -> str:
+    """Gradients of more tokens than a pass takes by default, and the error of several passes."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = model_of("llama")
+    model = copy.deepcopy(whole).train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    model = DDP(model)
+    tokens = torch.randint(1, VOCAB, (ranks, 600), generator=torch.Generator().manual_seed(0))
+    data = [(row, [50] * 12, None) for row in tokens]
+    for _ in range(2):  # the first one is tried
+        model.zero_grad()
+        causal_log_probs(model, *data[rank]).log_probs.sum().backward()
+    check_sums(model, whole, data)
+    return said(model, *data[rank], max_tokens_per_forward=100)
+
+
+def call_of_one_rank() -> tuple[list[str], list[str]]:
+    """What each rank says where one makes a call more, what it logs, and what join() says."""
+    model, _ = pair_of("ddp")
+    data = data_of(0, dist.get_world_size())[dist.get_rank()]
+    records, found = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("fusedrl").addHandler(handler)
+    protocol.SILENCE, silence = timedelta(milliseconds=1), protocol.SILENCE
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            found.append(said(model, *data))
+    else:
+        time.sleep(0.5)
+        found.append(said(model, *data))
+    protocol.SILENCE = silence
+    found.append(said(model, *data))
+    with model.join():
+        found.append(said(model, *data))
+    logging.getLogger("fusedrl").removeHandler(handler)
+    return found, records
 
 
 def fails_at_head(*_: Any, **__: Any) -> Any:

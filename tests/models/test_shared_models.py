@@ -89,6 +89,23 @@ def test_gradients_that_accumulate(two, way):
     two.run(shared_models.accumulates, way)
 
 
+def test_checkpoints_that_take_one_pass(two):
+    """Torch's own forward is one: several bring a weight's gradient several times."""
+    for text in two.run(shared_models.reentrant_checkpoints):
+        assert text.startswith("ValueError: max_tokens_per_forward: expected all tokens in one ")
+
+
+def test_a_call_of_one_rank_is_told_from_that_of_others(two):
+    """Ranks that do not make the same call have an error, and one that waits says so."""
+    told = "RuntimeError: model: expected the same calls in the same order on every rank, got"
+    for rank, (said, logged) in enumerate(two.run(shared_models.call_of_one_rank)):
+        gradients = "log-probs with gradients" if rank else "log-probs without gradients"
+        other, after, joined = said
+        assert other.startswith(f"{told} {gradients} as call 1") and after == ""
+        assert joined.startswith("RuntimeError: model: expected a call that every rank makes")
+        assert rank == 1 or "rank 0: it has waited" in logged[0]
+
+
 @pytest.mark.parametrize(
     ("way", "places"),
     [("ddp", "tokens layer head"), ("fsdp", "tokens head"), ("fsdp, head", "head")],

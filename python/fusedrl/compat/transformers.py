@@ -14,6 +14,13 @@ def attention_of(config: Any) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
+def has_reentrant_checkpoints(module: Any) -> bool:
+    """Whether a module runs its layers in checkpoints that run a backward pass of their own."""
+    options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+    on = module.training and getattr(module, "gradient_checkpointing", False)
+    return bool(on and options.get("use_reentrant"))
+
+
 def in_checkpoint(config: Any) -> Callable[[str, Tensor], list[tuple[str, Tensor]]]:
     """What a checkpoint has of a weight of the configuration's model, such as one for each expert.
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.following import one_version
-from fusedrl.compat.transformers import attention_of
+from fusedrl.compat.transformers import attention_of, has_reentrant_checkpoints
 from fusedrl.models import forwards
 from fusedrl.models.capabilities import (
     Capabilities,
@@ -32,7 +33,15 @@ from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.prefix_tree import Part
 from fusedrl.models.ranks import Step, together
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
-from fusedrl.models.split import Parts, autocast_as, device_of, unwrapped, vocabulary_of
+from fusedrl.models.split import (
+    Parts,
+    autocast_as,
+    chain_of,
+    device_of,
+    modules_of,
+    unwrapped,
+    vocabulary_of,
+)
 
 logger = logging.getLogger("fusedrl")
 
@@ -149,6 +158,7 @@ def _passes(
     """The forward passes over the kept tokens, after a look whether they are in the head."""
     parts, device, follows = capabilities.parts, _device_of(model, capabilities), False
     may: Callable[[], bool] | None = None
+    once = _takes_one_pass(model)
     if parts is not None:
         check_all_classes(parts.classes, len(parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
@@ -162,13 +172,31 @@ def _passes(
             # which attention then follows the sequences.
             follows = parts.gathered and may()
         usual = most if follows else usual
-    else:
+    if parts is None or once:
         usual = forwards.tokens_per_forward(device, None)
         if not alone:  # what wraps the model may take one forward pass for one backward pass
             usual = max(usual, len(tokens) * len(work))
         most = usual
+        capabilities = capabilities._replace(parts=None)  # padded batches
     limits = limit or usual, limit or most
-    return passes_of(capabilities, work, device, *limits, may if share else None, follows)
+    passes = passes_of(capabilities, work, device, *limits, may if share else None, follows)
+    if once and len(passes) > 1:
+        raise ValueError(
+            f"max_tokens_per_forward: expected all tokens in one forward pass, which is all that a "
+            f"DistributedDataParallel takes with reentrant checkpoints, got {len(passes)} passes; "
+            "leave it out, or enable checkpoints with use_reentrant=False"
+        )
+    return passes
+
+
+def _takes_one_pass(model: Any) -> bool:
+    """Whether DDP would see a weight's gradient once for each pass: checkpoints bring it anew."""
+    if not torch.is_grad_enabled():
+        return False
+    wrappers = [each for each in chain_of(model) if isinstance(each, DistributedDataParallel)]
+    return any(not each.static_graph for each in wrappers) and any(
+        map(has_reentrant_checkpoints, modules_of(model))
+    )
 
 
 def at_kept_states(

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.channel.tensors import is_dtensor
-from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded
+from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded, joins
 
 logger = logging.getLogger("fusedrl")
 
@@ -94,6 +94,12 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
     meshes: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
+            if joins(module):
+                raise RuntimeError(
+                    "model: expected a call that every rank makes, got one in a join() of a "
+                    "DistributedDataParallel, where some make none; give each rank as many "
+                    "batches, an empty one if need be"
+                )
             yield module.process_group, False
         elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             yield module.process_group, True
