@@ -143,7 +143,9 @@ def layouts() -> list[Any]:
     dtype = torch.bfloat16 if dist.get_rank() else None
     weights, mine = model(), bool(dist.get_rank())
     wrong = {"slots": 1, "dtype": torch.int8, "max_readers": 0, "rank_timeout": -1.0}
-    options = [{"rank_timeout": PATIENCE, **({name: x} if mine else {})} for name, x in wrong.items()]
+    options = [
+        {"rank_timeout": PATIENCE, **({name: x} if mine else {})} for name, x in wrong.items()
+    ]
     return [
         *(said(WeightChannel.create, weights, **each) for each in options),
         said(WeightChannel.create, weights, dtype=dtype, rank_timeout=PATIENCE),

@@ -17,6 +17,7 @@ from objectives.test_supervised import HISTORY, THEIRS, data_of
 from shared_models import DDP, check_gradients, gradients
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
 from torch import Tensor
+from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
 import fusedrl
@@ -40,8 +41,10 @@ def batch(rank: int, ranks: int, empty: int) -> Any:
     return data
 
 
-def actor(model: Any) -> Any:
-    return actor_of(model, STACK)
+def actor(model: Any, kind: Any = TransformersWrapper) -> Any:
+    made = actor_of(model, STACK)
+    made.__class__ = kind
+    return made
 
 
 def backward(loss: Any, data: Any) -> Any:
@@ -240,7 +243,7 @@ SPOILS: dict[str, list[tuple[Any, str]]] = {
         (without(_TAUGHT), "KeyError: "),
         (longer(*_TAUGHT), "ValueError: Student and teacher log-probs have different shapes"),
     ],
-    "exact KL": [(without("history"), "KeyError: 'key \"history\" not found")],
+    "exact KL": [(without("history"), 'KeyError: \'key "history" not found')],
     "RetrieveLogProb": [
         (lambda data: data[:0], "ValueError: tensordict: expected at least one sample"),
         (some, "ValueError: tensordict: expected a TensorDictBase under 'next' in every sample"),
@@ -276,7 +279,7 @@ def errors(way: str) -> list[str]:
 
 
 def errors_anywhere(seed: int, count: int) -> None:
-    """Let ranks be interrupted at random functions of random calls: all raise, the next is right."""
+    """Interrupt ranks at random functions of random calls: all raise, and the next is right."""
     shared_models.WAYS["ddp, own buffers"] = lambda m: DDP(m, broadcast_buffers=False)
     calls = calls_of("ddp, own buffers")
     # More than once: DDP and the trials have collectives of their own at first.
@@ -296,6 +299,23 @@ def errors_anywhere(seed: int, count: int) -> None:
             text = said(call, copy.deepcopy(data))
         assert text.startswith(("KeyboardInterrupt", "RuntimeError: model: expected a call that"))
         assert answer(call, data) == rights[name], (name, places)
+
+
+class OwnWrapper(TransformersWrapper):
+    """One that scores by itself."""
+
+
+def wrappers_that_differ() -> str:
+    """What a rank says where another one's wrapper scores by itself; then all do so."""
+    model, mine = DDP(model_of()), dist.get_rank() == 1
+    data = batch(dist.get_rank(), dist.get_world_size(), -1).select("tokens", "masks")
+    plain, own = (
+        fusedrl.RetrieveLogProb(wrapper, assistant_only=False)
+        for wrapper in (actor(model), actor(model, OwnWrapper))
+    )
+    text = said(own if mine else plain, data)
+    own(data)
+    return text
 
 
 @contextmanager

@@ -67,7 +67,9 @@ def test_an_error_of_a_rank_is_one_of_all_and_publishes_nothing(two, rank):
         assert found[rank][place].startswith(text)
         assert found[1 - rank][place].startswith(told + text)
     for *_, call, published in found:
-        assert call.startswith("ValueError: ranks: expected the same call on all ranks, got rank 0: ")
+        assert call.startswith(
+            "ValueError: ranks: expected the same call on all ranks, got rank 0: "
+        )
         assert published == 1
 
 

@@ -76,6 +76,12 @@ def test_an_interrupt_anywhere_is_an_error_of_all(two, three):
         three.run(shared_losses.errors_anywhere, seed, 12)
 
 
+def test_wrappers_that_score_in_two_ways_are_an_error_of_all(two):
+    first, second = two.run(shared_losses.wrappers_that_differ)
+    assert first.startswith("Apart: model: expected data that every rank scores in one way")
+    assert "got an error on rank 0;" in second
+
+
 def test_torchrl_computes_on_all_ranks_or_on_none(two):
     two.run(shared_losses.torchrl_computes)
 

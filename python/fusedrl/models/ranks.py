@@ -70,8 +70,8 @@ def _wait(work: Any, device: torch.device) -> None:
             if work.is_completed():
                 raise
         logger.warning(
-            "rank %d: it has waited %d s for other ranks to make the same call of a model that they "
-            "share; for a call of one rank alone, pass the module inside of DDP",
+            "rank %d: it has waited %d s for other ranks to make the same call of a model; for a "
+            "call of one rank alone, pass the module inside of DDP",
             *(distributed.get_rank(), SILENCE.total_seconds()),
         )
     work.wait()

@@ -174,6 +174,7 @@ class RetrieveLogProb(_RetrieveLogProb):
                 given = tensordict if device is None else tensordict.to(device)
                 with together("RetrieveLogProb", model_of(self)) as step:
                     step.agree(apart=True)
+                    step.agree()  # ranks that could score otherwise have an error by now
                     with step.collective():
                         rows = score_by_itself(self, given)
             else:
