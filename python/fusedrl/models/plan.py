@@ -33,15 +33,7 @@ from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.prefix_tree import Part
 from fusedrl.models.ranks import Step, together
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
-from fusedrl.models.split import (
-    Parts,
-    autocast_as,
-    chain_of,
-    device_of,
-    modules_of,
-    unwrapped,
-    vocabulary_of,
-)
+from fusedrl.models.split import Parts, autocast_as, device_of, modules_of, unwrapped, vocabulary_of
 
 logger = logging.getLogger("fusedrl")
 
@@ -158,7 +150,7 @@ def _passes(
     """The forward passes over the kept tokens, after a look whether they are in the head."""
     parts, device, follows = capabilities.parts, _device_of(model, capabilities), False
     may: Callable[[], bool] | None = None
-    once = _takes_one_pass(model)
+    once = not alone and _takes_one_pass(model)
     if parts is not None:
         check_all_classes(parts.classes, len(parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
@@ -191,11 +183,10 @@ def _passes(
 
 def _takes_one_pass(model: Any) -> bool:
     """Whether DDP would see a weight's gradient once for each pass: checkpoints bring it anew."""
-    if not torch.is_grad_enabled():
-        return False
-    wrappers = [each for each in chain_of(model) if isinstance(each, DistributedDataParallel)]
-    return any(not each.static_graph for each in wrappers) and any(
-        map(has_reentrant_checkpoints, modules_of(model))
+    modules = modules_of(model) if torch.is_grad_enabled() else []
+    ddp = [each for each in modules if isinstance(each, DistributedDataParallel)]
+    return not all(each.static_graph for each in ddp) and any(
+        map(has_reentrant_checkpoints, modules)
     )
 
 

@@ -96,9 +96,8 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
         if isinstance(module, DistributedDataParallel):
             if joins(module):
                 raise RuntimeError(
-                    "model: expected a call that every rank makes, got one in a join() of a "
-                    "DistributedDataParallel, where some make none; give each rank as many "
-                    "batches, an empty one if need be"
+                    "model: expected a call that every rank makes, got one in DDP's join(), where "
+                    "some make none; give each rank as many batches, empty ones if need be"
                 )
             yield module.process_group, False
         elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
@@ -189,7 +188,7 @@ _numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
-class Step:
+class Step(NamedTuple):
     """What the ranks of a model agree on in a call. One process alone agrees with itself.
 
     Args:
@@ -197,14 +196,13 @@ class Step:
         call: in which they agree.
     """
 
-    def __init__(self, ranks: Ranks | None, call: _Call | None = None) -> None:
-        self._ranks = ranks
-        self._call = None if ranks is None else call
+    ranks: Ranks | None
+    call: _Call | None = None
 
     @property
     def alone(self) -> bool:
         """Whether the model is that of this process."""
-        return self._call is None
+        return self.ranks is None
 
     def agree(
         self, *, apart: bool = False, tries: bool = False, passes: int = 0
@@ -222,9 +220,9 @@ class Step:
             RuntimeError: another rank has had an error, or makes another call.
             Apart: another rank computes without this module.
         """
-        if self._call is None:
+        if self.ranks is None or self.call is None:
             return tries, passes
-        any_apart, any_tries, most = self._call.meet(apart, tries, passes)
+        any_apart, any_tries, most = self.call.meet(apart, tries, passes)
         if any_apart and not apart:
             raise Apart(
                 "model: expected data that every rank scores in one way, got such that another "
@@ -241,21 +239,21 @@ class Step:
         try:
             yield
         except BaseException:
-            if self._call is not None and self._ranks is not None and self._ranks.gathers:
-                self._call.over = True
+            if self.ranks is not None and self.call is not None and self.ranks.gathers:
+                self.call.over = True
             raise
 
     def total(self, *values: float) -> list[float]:
         """The sum of each value over the ranks."""
-        if self._call is None or self._ranks is None:
+        if self.ranks is None or self.call is None:
             return list(values)
         with interrupted_later():
-            self._call.meet()
-            return self._ranks.total(*values)
+            self.call.meet()
+            return self.ranks.total(*values)
 
     def largest(self, value: int) -> int:
         """The largest value over the ranks."""
-        return value if self._call is None else self._call.meet(value)[0]
+        return self.agree(passes=value)[1]
 
 
 @contextmanager
