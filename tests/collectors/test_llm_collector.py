@@ -66,7 +66,7 @@ def test_a_thread_fills_the_buffer(collect):
     buffer = ReplayBuffer(storage=LazyStackStorage(200), batch_size=4)
     collector = collect(replay_buffer=buffer, total_dialog_turns=100)
     collector.start()
-    collector._thread.join(60)
+    collector._stream.background.join(60)
     assert len(buffer) == 100
     collector.async_shutdown()
     assert not collector.is_initialized()

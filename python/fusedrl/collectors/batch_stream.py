@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fusedrl.channel.rendezvous import interrupted_later
+from fusedrl.collectors.options import check_whole
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.progress import progress_bar
 from fusedrl.compat.torchrl import for_buffer
@@ -27,6 +28,31 @@ class Ready(NamedTuple):
     """A batch that was counted and is handed out next; ``None`` if a buffer has it."""
 
     batch: Any
+
+
+class Batches:
+    """An iterator that goes on after an exception, where a generator would have ended in silence.
+
+    Args:
+        begin: makes the generator of the batches, anew after an exception.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Batches:
+        """The iterator itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, or the reason why there is none."""
+        batches, self._batches = self._batches or self._begin(), None
+        for batch in batches:
+            self._batches = batches
+            return batch
+        self._batches = iter(())
+        raise StopIteration
 
 
 class BatchStream:
@@ -68,15 +94,15 @@ class BatchStream:
     def take(self) -> tuple[Any, ...]:
         """The next batch, without a device, of an iterator that lasts from call to call.
 
-        It is ``None`` if a buffer gets it, and there is none at the end. An end or an exception
-        ends the iterator, and the next call begins another one.
+        It is ``None`` if a buffer gets it, and there is none at the end, after which the next call
+        begins another iterator: a state that was loaded may have made more of them due.
         """
-        iterator, self.iterator = self.iterator or iter(self._collector), None
-        for batch in iterator:
-            self.iterator = iterator
+        self.iterator = self.iterator or iter(self._collector)
+        for batch in self.iterator:
             if batch is not None and batch.device is not None:
                 batch = batch.copy().clear_device_()
             return (batch,)
+        self.iterator = None
         return ()
 
     def rest(self) -> Iterator[Any]:
@@ -88,6 +114,7 @@ class BatchStream:
         with progress_bar(self._collector) as advance:
             while True:
                 self.check()
+                check_whole("max_staleness", self._collector.max_staleness, 0)
                 with self.taking:
                     ready = self.prepare(advance)
                 if ready is None:
@@ -178,6 +205,17 @@ class BatchStream:
     def _finished(self, batch: Any) -> Any:
         """A batch after the postprocessing that is done in this process."""
         return batch
+
+
+def postprocessed(batch: Any, postproc: Callable[[Any], Any] | None) -> Any:
+    """What a collector's ``postproc`` makes of a batch; ``TypeError`` if that is no batch."""
+    finished = batch if postproc is None else postproc(batch)
+    if not hasattr(finished, "keys"):
+        raise TypeError(
+            f"postproc: expected a function that returns a tensordict, got {finished!r} from it; "
+            "return the batch, changed or not"
+        )
+    return finished
 
 
 class Background:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
-from torchrl.collectors import Collector
+from torchrl.collectors import BaseCollector, Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.following import Following
+from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.batches import batches_of
 from fusedrl.collectors.loop_collector import LoopCollector, RolloutBatches
 from fusedrl.collectors.options import (
@@ -108,6 +109,7 @@ class LLMCollector(LoopCollector):
     def __init__(self, env: Any, **arguments: Any) -> None:
         options = DialogOptions(env, **arguments)
         self._collecting = threading.RLock()  # held by the thread that runs turns
+        self._stream = RolloutBatches(self, None)
         env = options.env if isinstance(options.env, EnvBase) else options.env()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories = options.completed
@@ -143,7 +145,6 @@ class LLMCollector(LoopCollector):
         self.flatten_data = self.replay_buffer is not None if flat is None else flat
         self.progress, self.verbose = options.progress, options.verbose
         self.max_staleness = options.max_staleness
-        self._stream = RolloutBatches(self, self.replay_buffer)
         batches = batches_of(
             self.env,
             self.requested_frames_per_batch,
@@ -165,6 +166,10 @@ class LLMCollector(LoopCollector):
 
     # Batches.
 
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        return Batches(super().__iter__)
+
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
         yield from self._stream.rest()
@@ -172,6 +177,21 @@ class LLMCollector(LoopCollector):
     def next(self) -> TensorDictBase | None:
         """The next batch, without a device, or ``None`` at the end."""
         return next(iter(self._stream.take()), None)
+
+    def start(self) -> None:
+        """Fill the replay buffer from a thread, until the end or :meth:`shutdown`.
+
+        An error in the thread is logged at once and raised by the next call.
+
+        Raises:
+            RuntimeError: there is no replay buffer.
+        """
+        self._require_open()
+        self._stream.background.start(self.__iter__, self.replay_buffer)
+
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and its thread still fills the buffer."""
+        return self._stream.background.is_running()
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
@@ -235,6 +255,7 @@ class LLMCollector(LoopCollector):
                 neither an updater nor a scheme.
             TimeoutError: the turn does not end within 10 minutes.
         """
+        self._stream.background.check()
         if self._versions.is_open and not args and not kwargs:
             return
         with self._versions.one_update():
@@ -302,9 +323,14 @@ class LLMCollector(LoopCollector):
         Args:
             timeout: seconds to wait for the thread, or for the current turn.
             close_env: whether to close the environment too.
-            raise_on_error: whether to raise the errors of closing.
+            raise_on_error: whether to raise the errors of closing, or the error that ended the
+                thread of :meth:`start` and was not raised yet.
         """
-        if not self.is_running():  # otherwise torchrl waits for the thread that it has started
+        background = self._stream.background
+        if not background.is_current():
+            background.stop()
+            background.join(timeout)
+        if not background.is_running():
             self._ends = True
             # Closed while it steps, an environment fails in ways that do not say why.
             if self._collecting.acquire(timeout=-1 if timeout is None else timeout):
@@ -313,6 +339,10 @@ class LLMCollector(LoopCollector):
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
             self._versions.close()
+        if raise_on_error and not background.is_current():
+            background.check()
+
+    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
 
     def state_dict(self) -> Any:
         """The state of environment, policy, counts and version; later rollouts do not change it."""

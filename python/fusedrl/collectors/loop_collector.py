@@ -15,7 +15,7 @@ from tensordict import (
 )
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 
-from fusedrl.collectors.batch_stream import SHUT_DOWN, BatchStream, Ready
+from fusedrl.collectors.batch_stream import SHUT_DOWN, BatchStream, Ready, postprocessed
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.tensordict import tensordict_of
 from fusedrl.weights.copying import write_weights
@@ -31,11 +31,13 @@ class LoopCollector(_LLMCollector):
     Attributes:
         _versions: is there before torchrl's constructor runs.
         _loop: the :class:`TurnLoop` that runs the turns; it is made afterwards.
+        _stream: its batches, and the thread that may take them; it is there before, too.
         _ends: whether collecting ends before the next turn.
     """
 
     _versions: Versions
     _loop: Any = None
+    _stream: RolloutBatches
     closed = True  # until the constructor has succeeded
     _ends = False
 
@@ -92,7 +94,7 @@ class LoopCollector(_LLMCollector):
 
     def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
         # torchrl lists all keys of a batch, which takes time for many rows.
-        batch = batch if self.postproc is None else self.postproc(batch)
+        batch = postprocessed(batch, self.postproc)
         private: Any = list(_private_keys(batch))
         return batch.exclude(*private, inplace=True) if private else batch
 
@@ -110,6 +112,7 @@ class LoopCollector(_LLMCollector):
             super()._receive_weights_scheme(model_version=model_version)
 
     def _require_open(self) -> None:
+        self._stream.background.check()
         if self.closed or self._ends:
             raise RuntimeError(SHUT_DOWN)
 
