@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
@@ -25,12 +24,12 @@ from fusedrl.collectors.options import (
 )
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
+from fusedrl.collectors.state import copied, load_or_undo
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
 from fusedrl.weights.copying import write_weights
-
-POLICY_STATE = "policy_state_dict"
+from fusedrl.weights.worker_end import POLICY_STATE
 
 
 class LLMCollector(LoopCollector):
@@ -250,7 +249,8 @@ class LLMCollector(LoopCollector):
         newest version.
 
         Raises:
-            ValueError: the policy does not have such names or shapes. Nothing has changed then.
+            ValueError: the policy does not have such names or shapes, or ``weights_dict`` is given
+                without schemes. Nothing has changed then.
             RuntimeError: the thread is within a turn, or the policy has no module and there is
                 neither an updater nor a scheme.
             TimeoutError: the turn does not end within 10 minutes.
@@ -258,6 +258,11 @@ class LLMCollector(LoopCollector):
         self._stream.background.check()
         if self._versions.is_open and not args and not kwargs:
             return
+        if kwargs.get("weights_dict") is not None and not self._weight_sync_schemes:
+            raise ValueError(
+                "weights_dict: expected None without weight_sync_schemes, whose models it names, "
+                "got weights; pass those of the policy as the first argument"
+            )
         with self._versions.one_update():
             super().update_policy_weights_(*args, **kwargs)
 
@@ -348,36 +353,34 @@ class LLMCollector(LoopCollector):
         """The state of environment, policy, counts and version; later rollouts do not change it."""
         self._require_open()
         state = super().state_dict()
-        weights = state.get(POLICY_STATE, {})
-        for name, value in weights.items() if self._versions.follower is not None else ():
-            weights[name] = value.clone() if isinstance(value, Tensor) else value
+        if self._versions.follower is not None and POLICY_STATE in state:
+            # A scheme in the trainer's process gives the collector a policy of its own.
+            state[POLICY_STATE] = copied(self.policy.state_dict())
         return state
 
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
         """Restore environment, policy, counts and version; dialogs start anew.
 
-        If weights have come from a channel, the policy keeps them and their version.
+        If weights have come from a channel, the policy keeps them and their version, unless it is
+        the channel of a scheme in the trainer's process: that publishes the restored policy, under
+        its version or a greater one.
 
         Args:
             state_dict: a state that :meth:`state_dict` has returned.
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            KeyError, RuntimeError: entries are missing or do not fit, or the collector is shut
-                down.
+            KeyError, RuntimeError: entries are missing or do not fit, and nothing has changed, or
+                the collector is shut down.
         """
         self._require_open()
         own, follower = OrderedDict(state_dict), self._versions.follower
+        loads = policy_with_state(self)
         # What has come through a channel lies in memory that is only read.
-        brought = follower is not None and follower.version is not None
-        if brought or policy_with_state(self) is None:
+        brought = loads is self.policy and follower is not None and follower.version is not None
+        if brought or loads is None:
             own.pop(POLICY_STATE, None)
             kwargs = {**kwargs, "strict": False}
         self._restart()
-        counts = self._frames, self._iter
         with self._versions.between_turns():
-            try:
-                super().load_state_dict(own, **kwargs)
-            except BaseException:
-                self._frames, self._iter = counts  # a caller may go on without the state
-                raise
+            load_or_undo(super(), own, **kwargs)

@@ -23,6 +23,7 @@ from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
 from fusedrl.collectors.process.worker import (
     Job,
+    load_state,
     make_collector,
     set_seed,
     state_on_cpu,
@@ -34,6 +35,7 @@ from fusedrl.compat.torchrl import (
     trajectory_format,
     worker_profiler,
 )
+from fusedrl.weights.worker_end import POLICY_STATE
 
 DEVICES = "storing_device", "policy_device", "env_device"
 # torchrl's arguments of a collector of frames, with their defaults.
@@ -341,19 +343,25 @@ class AsyncCollector(_AsyncCollector):
     def load_state_dict(self, state_dict: OrderedDict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
-        The policy's weights are published as one version, whose number is at least theirs.
+        The policy's weights are published as one version, whose number is at least theirs. The
+        trainer's own model stays as it is.
 
         Raises:
-            KeyError, ValueError, RuntimeError: the state does not fit.
+            KeyError, ValueError, RuntimeError: the state does not fit. Nothing has changed then.
         """
         worker, frames = dict(state_dict["worker0"]), state_dict["frames"]
         batches = state_dict["iter"] + 1
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
-        strict = "policy" not in self._weights.schemes
-        # Before the call, because the worker makes the next batch as soon as it has its state.
-        version = self._weights.restore(worker, state_dict.get("policy_version"))
-        self._call(methodcaller("load_state_dict", worker, strict=strict), anew=True)
+        scheme, version = self._weights.schemes.get("policy"), state_dict.get("policy_version")
+        if scheme is None:
+            self._call(load_state, worker, True, anew=True)
+        else:
+            weights = worker.pop(POLICY_STATE, None)
+            self._call(load_state, worker, False)  # refuses what does not fit
+            scheme.restore(weights, version)
+            # Batches that the worker has made meanwhile, with other weights, are outdated.
+            self._call(load_state, worker, False, anew=True)
         if version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._batches.frames, self._batches.batches = frames, batches
