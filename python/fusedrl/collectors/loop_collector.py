@@ -145,11 +145,11 @@ class RolloutBatches(BatchStream):
         collector: Any = self._collector
         if collector._frames >= collector.total_frames:
             return None
-        collector._iter += 1
         self.buffer = collector.replay_buffer
         return Ready(collector.rollout())
 
     def _count(self, arrived: Ready) -> bool:
+        self._collector._iter += 1
         self._collector._count(arrived.batch.numel())
         return True
 
