@@ -173,10 +173,6 @@ class LLMCollector(LoopCollector):
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
         yield from self._stream.rest()
 
-    def next(self) -> TensorDictBase | None:
-        """The next batch, without a device, or ``None`` at the end."""
-        return next(iter(self._stream.take()), None)
-
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`shutdown`.
 

@@ -19,15 +19,9 @@ def copied(state: Any) -> Any:
 
 
 def load_or_undo(collector: Any, state: Mapping[str, Any], **kwargs: Any) -> None:
-    """Load a state; one that does not fit leaves the collector as it was.
-
-    Args:
-        collector: has ``state_dict`` and ``load_state_dict``.
-        state: may lack the policy, whose weights then stay as they are.
-        kwargs: arguments of ``load_state_dict``.
-    """
+    """Call ``collector.load_state_dict``; where that raises, the collector is as it was."""
     before = copied(collector.state_dict())
-    if POLICY_STATE not in state:
+    if POLICY_STATE not in state:  # weights of a channel, which stay as they are
         before.pop(POLICY_STATE, None)
     try:
         collector.load_state_dict(state, **kwargs)

@@ -203,29 +203,22 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         )
         self._finalizer.atexit = False
         if is_policy(self._id()) and hasattr(collector, "load_state_dict"):
-            load = vars(collector).get("load_state_dict")  # that of another scheme
-            if load is None:
-                load = partial(call_if_alive, weakref.WeakMethod(collector.load_state_dict))
+            load: Any = vars(collector).get("load_state_dict")  # that of another scheme
+            load = load or partial(call_if_alive, weakref.WeakMethod(collector.load_state_dict))
             patch_attribute(collector, "load_state_dict", partial(self._resume, load))
 
     def _resume(self, load: Callable[..., None], state_dict: Any, **kwargs: Any) -> None:
         """Load a collector's state, and publish its weights, unless loading has published them."""
-        if self._channel is None:
-            load(state_dict, **kwargs)
-            return
         # A collector of several processes has the state of each.
         of_policy = state_dict.get("worker0", state_dict).get(POLICY_STATE, {})
-        part = "".join(f"{name}." for name in self._id().split(".")[1:])
-        weights = {
-            name.removeprefix(part): value
-            for name, value in of_policy.items()
-            if name.startswith(part) and isinstance(value, Tensor)
-        }
-        if weights:
+        part = f"{self._id()}.".removeprefix("policy.").replace("[", ".").replace("]", "")
+        names = [n for n in of_policy if n.startswith(part) and isinstance(of_policy[n], Tensor)]
+        weights = {name.removeprefix(part): of_policy[name] for name in names}
+        if weights and self._channel is not None:
             self._channel.layout.matched(weights)  # refuses another model's, before all else
         before = self.version
         load(state_dict, **kwargs)
-        if self.version == before:
+        if self._channel is not None and self.version == before:
             self.restore(weights or None, state_dict.get("policy_version"))
 
     def restore(self, weights: Any, version: int | None) -> None:

@@ -13,10 +13,10 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, Collector, ProfileConfig
 
+from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.options import Policy
 from fusedrl.collectors.policy_version import mark_padding, tracker_of
 from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
@@ -195,6 +195,10 @@ class AsyncCollector(_AsyncCollector):
         # This ends the worker before multiprocessing joins its children at exit, if nobody has.
         Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
 
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        return Batches(super().__iter__)
+
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are collected, or ``None`` if a buffer gets them.
 
@@ -206,10 +210,6 @@ class AsyncCollector(_AsyncCollector):
             self.update_policy_weights_()
         self._batches.buffer = None if self._ignore_rb else self.replay_buffer
         yield from self._batches.rest()
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
-        return next(iter(self._batches.take()), None)
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
@@ -354,14 +354,12 @@ class AsyncCollector(_AsyncCollector):
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
         scheme, version = self._weights.schemes.get("policy"), state_dict.get("policy_version")
-        if scheme is None:
-            self._call(load_state, worker, True, anew=True)
-        else:
+        if scheme is not None:
             weights = worker.pop(POLICY_STATE, None)
             self._call(load_state, worker, False)  # refuses what does not fit
             scheme.restore(weights, version)
-            # Batches that the worker has made meanwhile, with other weights, are outdated.
-            self._call(load_state, worker, False, anew=True)
+        # Batches that the worker has made meanwhile, with other weights, are outdated.
+        self._call(load_state, worker, scheme is None, anew=True)
         if version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._batches.frames, self._batches.batches = frames, batches
@@ -437,7 +435,7 @@ class AsyncCollector(_AsyncCollector):
     def _end(self, timeout: float) -> None:
         if self.closed:
             return
-        self._batches.iterator = None
+        self._iterator = None
         try:
             if not self._worker.is_inherited:  # the worker belongs to the trainer, not to its forks
                 with contextlib.ExitStack() as stack:

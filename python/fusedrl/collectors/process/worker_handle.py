@@ -21,13 +21,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 from torchrl.collectors.utils import split_trajectories
 
-from fusedrl.collectors.batch_stream import (
-    SHUT_DOWN,
-    Advance,
-    BatchStream,
-    Ready,
-    postprocessed,
-)
+from fusedrl.collectors.batch_stream import SHUT_DOWN, Advance, BatchStream, Ready
 from fusedrl.collectors.policy_version import mark_padding
 from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.shared_batches import Mappings
@@ -379,10 +373,7 @@ class WorkerBatches(BatchStream):
         collector = self._collector
         if collector.replay_buffer is None and collector.split_trajs:
             batch = mark_padding(split_trajectories(batch, prefix="collector"))
-        if collector.postproc is not None:
-            batch = postprocessed(batch, collector.postproc)
-            private = [key for key in list(batch.keys()) if key.startswith("_")]
-            batch = batch.exclude(*private) if private else batch
+        batch = super()._finished(batch)
         if self.buffer is not None:
             batch.names = None
         return batch
