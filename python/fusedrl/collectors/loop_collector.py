@@ -101,6 +101,10 @@ class LoopCollector(_LLMCollector):
         if self.closed or self._ends:
             raise RuntimeError(SHUT_DOWN)
 
+    def _count(self, frames: int) -> None:
+        self._iter += 1
+        self._increment_frames(frames)
+
 
 class RolloutBatches(BatchStream):
     """The batches of turns that run in the thread that iterates."""
@@ -120,8 +124,7 @@ class RolloutBatches(BatchStream):
         return Ready(collector.rollout())
 
     def _count(self, arrived: Ready) -> bool:
-        self._collector._iter += 1
-        self._collector._increment_frames(arrived.batch.numel())
+        self._collector._count(arrived.batch.numel())
         return True
 
     def _request(self) -> None:

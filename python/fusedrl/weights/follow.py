@@ -58,7 +58,7 @@ def number_own(tracker: Any, follower: Following) -> None:
 
 
 def trackers_of(collector: Any) -> list[Any]:
-    """The tracker of a collector that has one, and all that tag its frames.
+    """The tracker of a collector's versions and all that tag its frames; none without versions.
 
     torchrl copies it where it appends other transforms, such as for ``max_frames_per_traj``.
     """
@@ -66,7 +66,7 @@ def trackers_of(collector: Any) -> list[Any]:
     transform: Any = getattr(collector.env, "transform", None)
     parts = getattr(transform, "transforms", [transform])
     copies = [part for part in parts if isinstance(part, PolicyVersion)]
-    return [tracker, *(part for part in copies if part is not tracker)]
+    return [] if tracker is None else [tracker, *(part for part in copies if part is not tracker)]
 
 
 class Attachment:

@@ -360,7 +360,7 @@ class AsyncCollector(_AsyncCollector):
             scheme.restore(weights, version)
         # Batches that the worker has made meanwhile, with other weights, are outdated.
         self._call(load_state, worker, scheme is None, anew=True)
-        if version is not None and self.policy_version_tracker is not None:
+        if scheme is None and version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._batches.frames, self._batches.batches = frames, batches
 

@@ -316,6 +316,5 @@ def load_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None
     """Load a state, in which a policy that has weights has them too, or change nothing."""
     strict = has_weights and policy_with_state(collector) is not None
     load_or_undo(collector, state, strict=strict)
-    if "policy_version" in state and collector.policy_version_tracker is not None:
-        for tracker in trackers_of(collector):
-            tracker.version = state["policy_version"]
+    for tracker in trackers_of(collector) if "policy_version" in state else ():
+        tracker.version = state["policy_version"]
