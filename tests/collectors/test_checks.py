@@ -101,6 +101,19 @@ def test_an_unknown_argument_is_refused_by_its_name(cls, options, named):
         cls(Counting, unknown=1, **options)
 
 
+@pytest.mark.parametrize(
+    ("use", "error", "told"),
+    [
+        (lambda c: setattr(c, "max_staleness", -1) or c.next(), ValueError, "max_staleness: .* -1"),
+        (lambda c: c.set_postproc(lambda batch: None) or c.next(), TypeError, "postproc: .* None"),
+        (lambda c: c.update_policy_weights_(weights_dict={}), ValueError, "weights_dict: "),
+    ],
+)
+def test_refused_later(collect, use, error, told):
+    with pytest.raises(error, match=told):
+        use(collect(track_policy_version=True))
+
+
 @pytest.mark.parametrize("make", [lambda: Counting(None), lambda: SerialEnv(2, Counting)])
 @pytest.mark.parametrize("option", ["yield_completed_trajectories", "yield_only_last_steps"])
 def test_completed_trajectories_take_one_batch_dimension(make, option):
@@ -127,6 +140,7 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
         ({"weight_sync_schemes": {"policy": Other()}}, ValueError, "ChannelWeightSyncScheme"),
         ({"create_env_kwargs": [{}, {}]}, ValueError, "create_env_kwargs"),
+        (DIALOGS | {"max_frame_per_traj": None}, TypeError, "max_frame_per_traj"),
     ],
 )
 def test_refused_before_a_process_is_started(options, error, message):
@@ -138,5 +152,7 @@ def test_arguments_of_a_subclass_are_those_of_the_workers_class():
     own = {"collector_class": WithAnArgument, "frames_per_batch": 4}
     options = AsyncOptions.of(Counting, policy, extra=1, flatten_data=True, **own)
     assert options.for_class == {"extra": 1, "flatten_data": True}
+    off = AsyncOptions.of(Counting, policy, extra=1, max_frames_per_traj=None, **own)
+    assert off.for_class == {"extra": 1}  # what the other kind is not told to do
     with pytest.raises(TypeError, match=r"^WithAnArgument.__init__\(\) got .* 'options'"):
         AsyncOptions.of(Counting, policy, extra=1, options=2, **own)

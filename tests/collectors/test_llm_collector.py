@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_a_thread_fills_the_buffer(collect):
     buffer = ReplayBuffer(storage=LazyStackStorage(200), batch_size=4)
     collector = collect(replay_buffer=buffer, total_dialog_turns=100)
     collector.start()
-    collector._thread.join(60)
+    collector._stream.background.join(60)
     assert len(buffer) == 100
     collector.async_shutdown()
     assert not collector.is_initialized()
@@ -209,9 +210,9 @@ def test_torchrls_profiler_runs(collect, tmp_path):
     assert (tmp_path / "trace.json").stat().st_size > 0
 
 
-@pytest.mark.parametrize("where", ["postproc", "post_collect_hook"])
+@pytest.mark.parametrize("where", ["turn", "postproc", "post_collect_hook"])
 @pytest.mark.usefixtures("default_signals")
-def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
+def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where, monkeypatch):
     interrupts = [signal.SIGINT]
 
     def once(batch):
@@ -220,14 +221,72 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
         return batch
 
     collector = collect()
-    setattr(collector, where, once)
+    if where == "turn":
+        monkeypatch.setattr("fusedrl.collectors.turns.copy_of", lambda x: once(x).clone())
+    else:
+        setattr(collector, where, once)
+    iterator = iter(collector)
     with pytest.raises(KeyboardInterrupt):
-        next(iter(collector))
-    batches = list(collector)
+        next(iterator)
+    batches = list(iterator)
     assert len(batches) == 2 and collector._frames == 8 and collector._iter == 1
     seen = [turn["seen"].item() for batch in batches for turn in batch.reshape(-1)]
     whole = [turn["seen"].item() for batch in collect() for turn in batch.reshape(-1)]
     assert sorted(seen) == sorted(whole) and len(seen) == 8
+
+
+def stop(*_: Any) -> Any:
+    raise StopIteration
+
+
+class Exhausted(Counting):
+    """One whose prompts end."""
+
+    _step = stop
+
+
+class Full:
+    """A buffer that takes nothing."""
+
+    extend = stop
+
+
+FAILURES: dict[str, Any] = {
+    "step": {"env": Exhausted()},
+    "policy": {"policy": stop},
+    "postproc": {"postproc": stop},
+    "buffer": {"replay_buffer": Full()},
+    "pool": {"env": AsyncEnvPool([lambda: Exhausted(1)] * 2, stack="lazy")},
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_what_a_part_raises_is_no_end_of_the_batches(collect, where):
+    iterator = iter(collect(**FAILURES[where]))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(iterator)
+    with pytest.raises(RuntimeError, match="got one that was shut down"):
+        list(iterator)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "shutdown": lambda collector: collector.shutdown(),
+    "next": lambda collector: collector.next(),
+    "start": lambda collector: collector.start(),
+    "update": lambda collector: collector.update_policy_weights_(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_ends_the_thread_is_logged_and_raised_by_the_next_call(collect, caplog, call):
+    collector = collect(replay_buffer=Full())
+    collector.start()
+    collector._stream.background.join(60)
+    assert not collector.is_running()
+    assert caplog.text.count("LLMCollector: collecting in the background failed") == 1
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        CALLS[call](collector)
+    collector.async_shutdown()  # it is raised once
 
 
 def test_next_goes_on_after_an_interrupt(collect):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from async_workers import ones
+from channel_collector import Says, of, policy_of
 from counting_dialogs import Counting, Rounded
+from sync_collecting import collecting, forked, versions
+from sync_workers import canary_policy, weights_of
 from tensordict.nn import TensorDictModule
+from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import RewardScaling
+from torchrl.testing.mocking_classes import CountingEnv
 
-from fusedrl import AsyncCollector, LLMCollector
+from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector
+
+__all__ = ["forked"]
 
 
 def policy(width: int = 1) -> TensorDictModule:
@@ -41,11 +50,17 @@ def test_a_state_of_another_collector_is_an_error(collect, part):
     collector = collect(scaled(), policy=policy(), track_policy_version=True)
     collector.next()
     state = collector.state_dict()
+    before = copy.deepcopy(state["policy_state_dict"])
     with pytest.raises((RuntimeError, ValueError)):
         collector.load_state_dict({**state, part: longer(state[part])})
-    with pytest.raises((TypeError, ValueError)):
-        collector.load_state_dict({**state, "frames": 12, "policy_version": "abc"})
-    assert collector.state_dict()["frames"] == state["frames"]
+    trained = copy.deepcopy(state)
+    for value in trained["policy_state_dict"].values():
+        value.add_(1)
+    with pytest.raises((TypeError, ValueError)):  # the last entry that is loaded
+        collector.load_state_dict({**trained, "frames": 12, "policy_version": "abc"})
+    now = collector.state_dict()
+    assert now["frames"] == state["frames"]
+    assert all(torch.equal(now["policy_state_dict"][n], x) for n, x in before.items())
     del state["traj_pool"]
     collector.load_state_dict({**state, "policy_version": 5})
     assert collector.policy_version == 5
@@ -60,4 +75,60 @@ def test_a_worker_refuses_a_state_of_another_collector():
         state["worker0"]["env_state_dict"] = longer(state["worker0"]["env_state_dict"])
         with pytest.raises((RuntimeError, ValueError)):
             collector.load_state_dict(state)
-        assert collector.stats()["frames"] == 0
+        assert collector.stats()["frames"] == 0 and collector.policy_version == 1
+
+
+def test_dialogs_go_on_with_the_weights_and_the_version_of_a_state(collect):
+    def begin() -> tuple[LLMCollector, Any]:
+        trained = policy_of(Says())
+        schemes = {"policy": ChannelWeightSyncScheme()}
+        options = {"policy": trained, "weight_sync_schemes": schemes, "total_dialog_turns": -1}
+        return collect(track_policy_version=True, **options), trained
+
+    first, trained = begin()
+    for version in range(2, 59):
+        first.update_policy_weights_(policy_of(Says(version)))
+    assert of(first.next()) == [58] * 4
+    trained.load_state_dict(policy_of(Says(60)).state_dict())  # is not published yet
+    state = first.state_dict()
+    second, resumed = begin()
+    with pytest.raises(ValueError, match=r"module\.value"):
+        second.load_state_dict({**state, "policy_state_dict": {"other": torch.ones(1)}})
+    assert second.policy_version == 1
+    second.load_state_dict(state)
+    assert of(second.next()) == [58] * 4 and second.stats()["frames"] == 8
+    assert resumed.module.value.item() == 58
+    second.load_state_dict(state)
+    assert second.policy_version == 59  # a number is published once
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize("make", [Collector, MultiSyncCollector])
+def test_frames_go_on_with_the_weights_and_the_version_of_a_state(make):
+    trained = canary_policy()
+    with collecting(make, ChannelWeightSyncScheme(), trained) as (collector, iterator):
+        trained.load_state_dict(canary_policy(5.0).state_dict())
+        for version in (2.0, 3.0, 4.0, 5.0):
+            collector.update_policy_weights_(weights_of(version))
+        next(iterator)
+        state = copy.deepcopy(collector.state_dict())
+    with collecting(make, ChannelWeightSyncScheme(), canary_policy()) as (collector, iterator):
+        assert versions(next(iterator)) == {1}
+        collector.load_state_dict(state)
+        assert versions(next(iterator)) == {5} and collector.policy_version == 5
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("forked")
+def test_versions_of_a_policy_without_weights_tag_its_frames():
+    """torchrl's collector copies the tracker where it cuts trajectories, and tags all with 0."""
+    options: dict[str, Any] = {"frames_per_batch": 4, "max_frames_per_traj": 3, "prefetch": 0}
+    with AsyncCollector(CountingEnv, ones, track_policy_version=True, **options) as collector:
+        collector.next()
+        collector.increment_version()
+        assert collector.next()["next", "policy_version"].unique().tolist() == [1]
+        state = collector.state_dict()
+        state["worker0"]["policy_version"] = state["policy_version"] = 7
+        collector.load_state_dict(state)
+        assert collector.next()["next", "policy_version"].unique().tolist() == [7]

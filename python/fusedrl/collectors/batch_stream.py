@@ -11,9 +11,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
+
 from fusedrl.channel.rendezvous import interrupted_later
+from fusedrl.collectors.options import check_whole
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.collectors.progress import progress_bar
+from fusedrl.compat.tensordict import tensordict_of
 from fusedrl.compat.torchrl import for_buffer
 
 logger = logging.getLogger("fusedrl")
@@ -27,6 +31,30 @@ class Ready(NamedTuple):
     """A batch that was counted and is handed out next; ``None`` if a buffer has it."""
 
     batch: Any
+
+
+class Batches:
+    """An iterator that goes on after an exception, where a generator would have ended in silence.
+
+    Args:
+        begin: makes the generator of the batches, anew after an exception.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._batches: Iterator[Any] | None = None
+
+    def __iter__(self) -> Batches:
+        """The iterator itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch, or the reason why there is none."""
+        batches, self._batches = self._batches or self._begin(), None
+        for batch in batches:
+            self._batches = batches
+            return batch
+        raise StopIteration
 
 
 class BatchStream:
@@ -49,7 +77,6 @@ class BatchStream:
         storing: a lock that is held while a batch goes into the buffer.
         taking: a lock that is held while a batch is made ready.
         ready: a batch that was not handed out yet, if there is one.
-        iterator: that of :meth:`next`, which may refer to the collector.
     """
 
     counter = ""  # the class of the collector, and its attribute that counts what is dropped
@@ -63,21 +90,6 @@ class BatchStream:
         self.ready: Ready | None = None
         self._counted: Any = None  # what was counted, and is not ready yet
         self.taking: Any = threading.RLock()
-        self.iterator: Iterator[Any] | None = None
-
-    def take(self) -> tuple[Any, ...]:
-        """The next batch, without a device, of an iterator that lasts from call to call.
-
-        It is ``None`` if a buffer gets it, and there is none at the end. An end or an exception
-        ends the iterator, and the next call begins another one.
-        """
-        iterator, self.iterator = self.iterator or iter(self._collector), None
-        for batch in iterator:
-            self.iterator = iterator
-            if batch is not None and batch.device is not None:
-                batch = batch.copy().clear_device_()
-            return (batch,)
-        return ()
 
     def rest(self) -> Iterator[Any]:
         """The batches until the last frame that are not too old; ``None`` where a buffer gets one.
@@ -88,6 +100,7 @@ class BatchStream:
         with progress_bar(self._collector) as advance:
             while True:
                 self.check()
+                check_whole("max_staleness", self._collector.max_staleness, 0)
                 with self.taking:
                     ready = self.prepare(advance)
                 if ready is None:
@@ -154,7 +167,8 @@ class BatchStream:
         if batch is None or self.buffer is None:
             return batch
         with self.storing:
-            self.buffer.extend(for_buffer(batch, self.buffer))
+            if batch.numel():  # postproc may leave nothing
+                self.buffer.extend(for_buffer(batch, self.buffer))
         return None
 
     def forget(self) -> None:
@@ -176,8 +190,30 @@ class BatchStream:
         raise NotImplementedError
 
     def _finished(self, batch: Any) -> Any:
-        """A batch after the postprocessing that is done in this process."""
-        return batch
+        """A batch after the postprocessing that is done in this process, without private keys."""
+        postproc = self._collector.postproc
+        batch = batch if postproc is None else postproc(batch)
+        if not hasattr(batch, "keys"):
+            raise TypeError(
+                f"postproc: expected a function that returns a tensordict, got {batch!r} from it; "
+                "return the batch, changed or not"
+            )
+        # torchrl lists all keys of a batch, which takes time for many rows.
+        private = list(_private_keys(batch))
+        return batch.exclude(*private, inplace=True) if private else batch
+
+
+def _private_keys(row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Keys with a part that begins with ``_``; for stacked rows, those of the first row."""
+    while isinstance(row, LazyStackedTensorDict) or is_tensorclass(row):
+        if isinstance(row, LazyStackedTensorDict) and not row.tensordicts:
+            return
+        row = tensordict_of(row) if is_tensorclass(row) else row.tensordicts[0]
+    for key, value in row.items():
+        if key.startswith("_"):
+            yield (*path, key)
+        elif is_tensor_collection(value) and not is_non_tensor(value):
+            yield from _private_keys(value, (*path, key))
 
 
 class Background:

@@ -44,8 +44,9 @@ class TurnBatches:
         """A batch, once there are enough turns."""
         if self.pending < self.wanted:
             return None
-        turns, self._turns, self.pending = self._turns, [], 0
-        return lazy_stack(turns, -1)
+        batch = lazy_stack(self._turns, -1)
+        self._turns, self.pending = [], 0  # only now, so that Ctrl-C loses none
+        return batch
 
     def forget(self, finished: bool = False) -> int:
         """Forget the turns that are in no batch yet, and return how many these are."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
-from torchrl.collectors import Collector
+from torchrl.collectors import BaseCollector, Collector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.following import Following
+from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.batches import batches_of
 from fusedrl.collectors.loop_collector import LoopCollector, RolloutBatches
 from fusedrl.collectors.options import (
@@ -24,12 +24,12 @@ from fusedrl.collectors.options import (
 )
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
+from fusedrl.collectors.state import copied, load_or_undo
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
 from fusedrl.weights.copying import write_weights
-
-POLICY_STATE = "policy_state_dict"
+from fusedrl.weights.worker_end import POLICY_STATE
 
 
 class LLMCollector(LoopCollector):
@@ -108,6 +108,7 @@ class LLMCollector(LoopCollector):
     def __init__(self, env: Any, **arguments: Any) -> None:
         options = DialogOptions(env, **arguments)
         self._collecting = threading.RLock()  # held by the thread that runs turns
+        self._stream = RolloutBatches(self, None)
         env = options.env if isinstance(options.env, EnvBase) else options.env()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories = options.completed
@@ -143,7 +144,6 @@ class LLMCollector(LoopCollector):
         self.flatten_data = self.replay_buffer is not None if flat is None else flat
         self.progress, self.verbose = options.progress, options.verbose
         self.max_staleness = options.max_staleness
-        self._stream = RolloutBatches(self, self.replay_buffer)
         batches = batches_of(
             self.env,
             self.requested_frames_per_batch,
@@ -165,13 +165,28 @@ class LLMCollector(LoopCollector):
 
     # Batches.
 
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        return Batches(super().__iter__)
+
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
         yield from self._stream.rest()
 
-    def next(self) -> TensorDictBase | None:
-        """The next batch, without a device, or ``None`` at the end."""
-        return next(iter(self._stream.take()), None)
+    def start(self) -> None:
+        """Fill the replay buffer from a thread, until the end or :meth:`shutdown`.
+
+        An error in the thread is logged at once and raised by the next call.
+
+        Raises:
+            RuntimeError: there is no replay buffer.
+        """
+        self._require_open()
+        self._stream.background.start(self.__iter__, self.replay_buffer)
+
+    def is_running(self) -> bool:
+        """Whether :meth:`start` was called and its thread still fills the buffer."""
+        return self._stream.background.is_running()
 
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
@@ -230,13 +245,20 @@ class LLMCollector(LoopCollector):
         newest version.
 
         Raises:
-            ValueError: the policy does not have such names or shapes. Nothing has changed then.
+            ValueError: the policy does not have such names or shapes, or ``weights_dict`` is given
+                without schemes. Nothing has changed then.
             RuntimeError: the thread is within a turn, or the policy has no module and there is
                 neither an updater nor a scheme.
             TimeoutError: the turn does not end within 10 minutes.
         """
+        self._stream.background.check()
         if self._versions.is_open and not args and not kwargs:
             return
+        if kwargs.get("weights_dict") is not None and not self._weight_sync_schemes:
+            raise ValueError(
+                "weights_dict: expected None without weight_sync_schemes, whose models it names, "
+                "got weights; pass those of the policy as the first argument"
+            )
         with self._versions.one_update():
             super().update_policy_weights_(*args, **kwargs)
 
@@ -302,9 +324,14 @@ class LLMCollector(LoopCollector):
         Args:
             timeout: seconds to wait for the thread, or for the current turn.
             close_env: whether to close the environment too.
-            raise_on_error: whether to raise the errors of closing.
+            raise_on_error: whether to raise the errors of closing, or the error that ended the
+                thread of :meth:`start` and was not raised yet.
         """
-        if not self.is_running():  # otherwise torchrl waits for the thread that it has started
+        background = self._stream.background
+        if not background.is_current():
+            background.stop()
+            background.join(timeout)
+        if not background.is_running():
             self._ends = True
             # Closed while it steps, an environment fails in ways that do not say why.
             if self._collecting.acquire(timeout=-1 if timeout is None else timeout):
@@ -313,41 +340,43 @@ class LLMCollector(LoopCollector):
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
             self._versions.close()
+        if raise_on_error and not background.is_current():
+            background.check()
+
+    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
 
     def state_dict(self) -> Any:
         """The state of environment, policy, counts and version; later rollouts do not change it."""
         self._require_open()
         state = super().state_dict()
-        weights = state.get(POLICY_STATE, {})
-        for name, value in weights.items() if self._versions.follower is not None else ():
-            weights[name] = value.clone() if isinstance(value, Tensor) else value
+        if self._versions.follower is not None and POLICY_STATE in state:
+            # A scheme in the trainer's process gives the collector a policy of its own.
+            state[POLICY_STATE] = copied(self.policy.state_dict())
         return state
 
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
         """Restore environment, policy, counts and version; dialogs start anew.
 
-        If weights have come from a channel, the policy keeps them and their version.
+        If weights have come from a channel, the policy keeps them and their version, unless it is
+        the channel of a scheme in the trainer's process: that publishes the restored policy, under
+        its version or a greater one.
 
         Args:
             state_dict: a state that :meth:`state_dict` has returned.
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            KeyError, RuntimeError: entries are missing or do not fit, or the collector is shut
-                down.
+            KeyError, RuntimeError: entries are missing or do not fit, and nothing has changed, or
+                the collector is shut down.
         """
         self._require_open()
         own, follower = OrderedDict(state_dict), self._versions.follower
+        loads = policy_with_state(self)
         # What has come through a channel lies in memory that is only read.
-        brought = follower is not None and follower.version is not None
-        if brought or policy_with_state(self) is None:
+        brought = loads is self.policy and follower is not None and follower.version is not None
+        if brought or loads is None:
             own.pop(POLICY_STATE, None)
             kwargs = {**kwargs, "strict": False}
         self._restart()
-        counts = self._frames, self._iter
         with self._versions.between_turns():
-            try:
-                super().load_state_dict(own, **kwargs)
-            except BaseException:
-                self._frames, self._iter = counts  # a caller may go on without the state
-                raise
+            load_or_undo(super(), own, **kwargs)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from tensordict import (
-    LazyStackedTensorDict,
-    TensorDict,
-    TensorDictBase,
-    is_non_tensor,
-    is_tensor_collection,
-    is_tensorclass,
-)
+from tensordict import TensorDict
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 
 from fusedrl.collectors.batch_stream import SHUT_DOWN, BatchStream, Ready
 from fusedrl.collectors.versions import Versions
-from fusedrl.compat.tensordict import tensordict_of
 from fusedrl.weights.copying import write_weights
 from fusedrl.weights.follow import refuse_another_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
@@ -31,11 +22,13 @@ class LoopCollector(_LLMCollector):
     Attributes:
         _versions: is there before torchrl's constructor runs.
         _loop: the :class:`TurnLoop` that runs the turns; it is made afterwards.
+        _stream: its batches, and the thread that may take them; it is there before, too.
         _ends: whether collecting ends before the next turn.
     """
 
     _versions: Versions
     _loop: Any = None
+    _stream: RolloutBatches
     closed = True  # until the constructor has succeeded
     _ends = False
 
@@ -90,12 +83,6 @@ class LoopCollector(_LLMCollector):
     def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
         """Do not call the policy, to know its keys: an LLM would answer the lost prompts."""
 
-    def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
-        # torchrl lists all keys of a batch, which takes time for many rows.
-        batch = batch if self.postproc is None else self.postproc(batch)
-        private: Any = list(_private_keys(batch))
-        return batch.exclude(*private, inplace=True) if private else batch
-
     def _maybe_fallback_update(
         self, policy_or_weights: Any = None, *, model_id: str | None = None
     ) -> None:
@@ -110,22 +97,13 @@ class LoopCollector(_LLMCollector):
             super()._receive_weights_scheme(model_version=model_version)
 
     def _require_open(self) -> None:
+        self._stream.background.check()
         if self.closed or self._ends:
             raise RuntimeError(SHUT_DOWN)
 
     def _count(self, frames: int) -> None:
+        self._iter += 1
         self._increment_frames(frames)
-
-
-def _private_keys(row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Keys with a part that begins with ``_``; for stacked rows, those of the first row."""
-    while isinstance(row, LazyStackedTensorDict) or is_tensorclass(row):
-        row = tensordict_of(row) if is_tensorclass(row) else row.tensordicts[0]
-    for key, value in row.items():
-        if key.startswith("_"):
-            yield (*path, key)
-        elif is_tensor_collection(value) and not is_non_tensor(value):
-            yield from _private_keys(value, (*path, key))
 
 
 class RolloutBatches(BatchStream):
@@ -142,7 +120,6 @@ class RolloutBatches(BatchStream):
         collector: Any = self._collector
         if collector._frames >= collector.total_frames:
             return None
-        collector._iter += 1
         self.buffer = collector.replay_buffer
         return Ready(collector.rollout())
 
@@ -154,7 +131,7 @@ class RolloutBatches(BatchStream):
         """Do nothing: the next turns run when they are asked for."""
 
     def _finished(self, batch: Any) -> Any:
-        batch = self._collector._postproc(batch)
+        batch = super()._finished(batch)
         if self._collector.post_collect_hook is not None:
             self._collector.post_collect_hook(batch)
         return batch

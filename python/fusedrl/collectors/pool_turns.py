@@ -11,6 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 
+from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.collectors.batches import RowBatches
 from fusedrl.collectors.policy_version import stamp_turn
 from fusedrl.collectors.turns import IDS, Policy, TurnLoop, call_by_length, ended
@@ -136,15 +137,17 @@ class PoolLoop(TurnLoop):
         least = self._env.min_get if batches.completed else self._env.num_envs
         least = min(least, len(self._asked))  # fewer dialogs run once the budget is used up
         with self._environments():
-            turn, self._carried = self._env.async_step_and_maybe_reset_recv(least)
+            turn, carried = self._env.async_step_and_maybe_reset_recv(least)
         indices, mask = env_indices(self._env, turn), ended(turn)
-        rows = [self._own(row, index) for index, row in zip(indices, turn.unbind(0), strict=True)]
-        if isinstance(batches, RowBatches):
-            for index, row, over in zip(indices, rows, mask, strict=True):
-                self.frames += batches.add_row(index, row.reshape(-1)[0], bool(over.any()))
-        else:
-            batches.add(lazy_stack(rows), [])
-        self.trajectories.renew(mask, indices)
+        with interrupted_later():  # a turn that has run is kept
+            self._carried = carried
+            rows = [self._own(row, i) for i, row in zip(indices, turn.unbind(0), strict=True)]
+            if isinstance(batches, RowBatches):
+                for index, row, over in zip(indices, rows, mask, strict=True):
+                    self.frames += batches.add_row(index, row.reshape(-1)[0], bool(over.any()))
+            else:
+                batches.add(lazy_stack(rows), [])
+            self.trajectories.renew(mask, indices)
         if batches.completed and self.frames + batches.pending < self._total:
             self._ask(policy)
         elif batches.completed:

@@ -12,6 +12,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.channel.sources import places_of, ranks_of_shards
+from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import DialogOptions
 from fusedrl.compat.torchrl import ray_buffer_client
@@ -39,8 +40,10 @@ class DialogActor(LLMCollector):
 
     def collect(self) -> tuple[Serialized | None, ...]:
         """One batch, ``None`` if a replay buffer has it; no batch if all turns have run."""
-        taken = self._stream.take()
-        return tuple(None if batch is None else serialize(batch) for batch in taken)
+        self._iterator = self._iterator or iter(self)
+        for batch in self._iterator:
+            return (None if batch is None else serialize(batch.copy().clear_device_()),)
+        return ()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """As for :class:`LLMCollector`, but nobody trains the policy in this process.
@@ -169,6 +172,10 @@ class RayLLMCollector(_RayLLMCollector):
         return tuple(None if batch is None else deserialize(batch) for batch in taken)
 
     def __iter__(self) -> Iterator[Any]:
+        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        return Batches(self.iterator)
+
+    def iterator(self) -> Iterator[Any]:
         """Batches until all turns have run; ``None`` each where a buffer gets them."""
         while taken := self._take(ahead=not self.sync_iter):
             yield taken[0]

@@ -10,6 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.collectors.batches import RowBatches, TurnBatches
 from fusedrl.collectors.policy_version import stamp_turn
 from fusedrl.collectors.versions import Versions
@@ -96,7 +97,12 @@ class TurnLoop:
             self.trajectories.begin(self._env.batch_size, self._env.device)
         with self._versions.held() as version:
             answers = call_by_length(policy, self._carried)
-            turn, self._carried = self._env.step_and_maybe_reset(answers)
+            turn, carried = self._env.step_and_maybe_reset(answers)
+        with interrupted_later():  # a turn that has run is kept
+            self._carried = carried
+            self._keep(turn, version)
+
+    def _keep(self, turn: TensorDictBase, version: Any) -> None:
         mask = ended(turn)
         over = mask.flatten().tolist()
         if not self._batches.skip(over):

@@ -57,6 +57,18 @@ def number_own(tracker: Any, follower: Following) -> None:
     tracker.version = (follower.reader.version or 0) + 1
 
 
+def trackers_of(collector: Any) -> list[Any]:
+    """The tracker of a collector's versions and all that tag its frames; none without versions.
+
+    torchrl copies it where it appends other transforms, such as for ``max_frames_per_traj``.
+    """
+    tracker = collector.policy_version_tracker
+    transform: Any = getattr(collector.env, "transform", None)
+    parts = getattr(transform, "transforms", [transform])
+    copies = [part for part in parts if isinstance(part, PolicyVersion)]
+    return [] if tracker is None else [tracker, *(part for part in copies if part is not tracker)]
+
+
 class Attachment:
     """A follower of one of a collector's models, which takes the newest version for each batch.
 
@@ -105,11 +117,7 @@ class Attachment:
             refuse_another_channel()
         if tracker is not None:
             check_counts(tracker)
-            # torchrl copies it where it appends others, such as for max_frames_per_traj.
-            transform: Any = getattr(collector.env, "transform", None)
-            parts = getattr(transform, "transforms", [transform])
-            copies = [part for part in parts if isinstance(part, PolicyVersion)]
-            self._trackers = [tracker, *(part for part in copies if part is not tracker)]
+            self._trackers = trackers_of(collector)
             leased = LeasedVersion(tracker, self._follower)
             undo.callback(patch_attribute(collector, "policy_version_tracker", leased))
 

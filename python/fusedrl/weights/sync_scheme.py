@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,8 +23,9 @@ from fusedrl.channel.checks import seconds
 from fusedrl.channel.following import Follower, Following
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
-from fusedrl.weights.follow import Attachment, call_if_alive, module_of
+from fusedrl.weights.follow import Attachment, call_if_alive, module_of, patch_attribute
 from fusedrl.weights.worker_end import (
+    POLICY_STATE,
     find_model,
     fitting_mode,
     is_policy,
@@ -200,6 +202,33 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             collector, call_if_alive, weakref.WeakMethod(self.shutdown)
         )
         self._finalizer.atexit = False
+        if is_policy(self._id()) and hasattr(collector, "load_state_dict"):
+            load: Any = vars(collector).get("load_state_dict")  # that of another scheme
+            load = load or partial(call_if_alive, weakref.WeakMethod(collector.load_state_dict))
+            patch_attribute(collector, "load_state_dict", partial(self._resume, load))
+
+    def _resume(self, load: Callable[..., None], state_dict: Any, **kwargs: Any) -> None:
+        """Load a collector's state, and publish its weights, unless loading has published them."""
+        # A collector of several processes has the state of each.
+        of_policy = state_dict.get("worker0", state_dict).get(POLICY_STATE, {})
+        part = f"{self._id()}.".removeprefix("policy.").replace("[", ".").replace("]", "")
+        names = [n for n in of_policy if n.startswith(part) and isinstance(of_policy[n], Tensor)]
+        weights = {name.removeprefix(part): of_policy[name] for name in names}
+        if weights and self._channel is not None:
+            self._channel.layout.matched(weights)  # refuses another model's, before all else
+        before = self.version
+        load(state_dict, **kwargs)
+        if self._channel is not None and self.version == before:
+            self.restore(weights or None, state_dict.get("policy_version"))
+
+    def restore(self, weights: Any, version: int | None) -> None:
+        """Publish the weights of a state under its version, or a greater one if that is not new.
+
+        Args:
+            weights: as for :meth:`send`.
+            version: that they had when the state was saved, if it is known.
+        """
+        self.send(weights, version=max(version or 0, (self.version or 0) + 1))
 
     def join(self, collector: Any) -> None:
         """Take a collector of this process that was made after this scheme was initialized."""

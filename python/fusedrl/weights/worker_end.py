@@ -20,6 +20,7 @@ from fusedrl.compat import torchrl
 from fusedrl.weights.follow import is_compiled, module_of, patch_attribute
 
 logger = logging.getLogger("fusedrl")
+POLICY_STATE = "policy_state_dict"  # where a collector's state has the weights of its policy
 
 
 def is_policy(model_id: str) -> bool:

@@ -13,16 +13,17 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, Collector, ProfileConfig
 
+from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.options import Policy
 from fusedrl.collectors.policy_version import mark_padding, tracker_of
 from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
 from fusedrl.collectors.process.worker import (
     Job,
+    load_state,
     make_collector,
     set_seed,
     state_on_cpu,
@@ -34,6 +35,7 @@ from fusedrl.compat.torchrl import (
     trajectory_format,
     worker_profiler,
 )
+from fusedrl.weights.worker_end import POLICY_STATE
 
 DEVICES = "storing_device", "policy_device", "env_device"
 # torchrl's arguments of a collector of frames, with their defaults.
@@ -193,6 +195,10 @@ class AsyncCollector(_AsyncCollector):
         # This ends the worker before multiprocessing joins its children at exit, if nobody has.
         Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
 
+    def __iter__(self) -> Iterator[Any]:
+        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        return Batches(super().__iter__)
+
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames`` are collected, or ``None`` if a buffer gets them.
 
@@ -204,10 +210,6 @@ class AsyncCollector(_AsyncCollector):
             self.update_policy_weights_()
         self._batches.buffer = None if self._ignore_rb else self.replay_buffer
         yield from self._batches.rest()
-
-    def next(self) -> TensorDictBase | None:
-        """The next batch, without a device; ``None`` at the end, and if a buffer gets it."""
-        return next(iter(self._batches.take()), None)
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
@@ -341,20 +343,24 @@ class AsyncCollector(_AsyncCollector):
     def load_state_dict(self, state_dict: OrderedDict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
-        The policy's weights are published as one version, whose number is at least theirs.
+        The policy's weights are published as one version, whose number is at least theirs. The
+        trainer's own model stays as it is.
 
         Raises:
-            KeyError, ValueError, RuntimeError: the state does not fit.
+            KeyError, ValueError, RuntimeError: the state does not fit. Nothing has changed then.
         """
         worker, frames = dict(state_dict["worker0"]), state_dict["frames"]
         batches = state_dict["iter"] + 1
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
-        strict = "policy" not in self._weights.schemes
-        # Before the call, because the worker makes the next batch as soon as it has its state.
-        version = self._weights.restore(worker, state_dict.get("policy_version"))
-        self._call(methodcaller("load_state_dict", worker, strict=strict), anew=True)
-        if version is not None and self.policy_version_tracker is not None:
+        scheme, version = self._weights.schemes.get("policy"), state_dict.get("policy_version")
+        if scheme is not None:
+            weights = worker.pop(POLICY_STATE, None)
+            self._call(load_state, worker, False)  # refuses what does not fit
+            scheme.restore(weights, version)
+        # Batches that the worker has made meanwhile, with other weights, are outdated.
+        self._call(load_state, worker, scheme is None, anew=True)
+        if scheme is None and version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._batches.frames, self._batches.batches = frames, batches
 
@@ -429,7 +435,7 @@ class AsyncCollector(_AsyncCollector):
     def _end(self, timeout: float) -> None:
         if self.closed:
             return
-        self._batches.iterator = None
+        self._iterator = None
         try:
             if not self._worker.is_inherited:  # the worker belongs to the trainer, not to its forks
                 with contextlib.ExitStack() as stack:

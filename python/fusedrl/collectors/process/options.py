@@ -24,6 +24,7 @@ from fusedrl.collectors.options import (
 )
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
+KINDS = Collector, LLMCollector
 # Arguments of torchrl's Collector that are followed in the trainer's process, not in the worker.
 WITH_TRAINER = "device", "split_trajs", "trajs_per_batch", "trajs_per_write", "traj_format"
 
@@ -104,7 +105,11 @@ class AsyncOptions(CollectorOptions):
         kind, base = self.kind, LLMCollector if self.collects_dialogs else Collector
         own, of_base = (inspect.signature(x).parameters.values() for x in (kind, base))
         known = {p.name for p in (*own, *of_base) if p.kind is not p.VAR_KEYWORD}
+        of_both = {p for base in KINDS for p in inspect.signature(base).parameters}
         for name in self.for_class.keys() - known:
+            if name in of_both and (self.for_class[name] is None or self.for_class[name] is False):
+                del self.for_class[name]  # what the other kind of collector is not told to do
+                continue
             raise TypeError(
                 f"{getattr(kind, '__name__', kind)}.__init__() got an unexpected keyword argument "
                 f"{name!r}; drop it, or pass another collector_class="

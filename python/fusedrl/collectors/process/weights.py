@@ -122,21 +122,6 @@ class PublishedWeights:
         self._tracker.increment_version()
         return self._tracker.version
 
-    def restore(self, state: dict[str, Any], version: Any) -> Any:
-        """Publish the policy's weights, and remove them from a worker's state.
-
-        They get at least the number ``version``, which is returned if no channel has counted it.
-        """
-        scheme = self.schemes.get("policy")
-        if scheme is None:
-            return version
-        state.pop("policy_version", None)
-        weights = state.pop("policy_state_dict", None)
-        if weights is None:
-            return version
-        scheme.send(weights, version=max(version or 0, (scheme.version or 0) + 1))
-        return None
-
     def close(self) -> None:
         """Close the channels; the last version can still be read. May be called again."""
         if self._closed:

@@ -33,9 +33,10 @@ from fusedrl.collectors.process import messages, process_tree
 from fusedrl.collectors.process.messages import Failure
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
+from fusedrl.collectors.state import load_or_undo
 from fusedrl.compat.torch import map_leaves
-from fusedrl.compat.torchrl import frames_of
-from fusedrl.weights.follow import Attachment, follow_channel
+from fusedrl.compat.torchrl import frames_of, policy_with_state
+from fusedrl.weights.follow import Attachment, follow_channel, trackers_of
 
 POLL_S = 0.5  # how often to check a process whose sentinel another process may keep open
 ORPHANED_S = 1.0  # seconds to end in, once the trainer is gone
@@ -278,9 +279,9 @@ class Worker:
             case messages.More() | messages.Call():
                 self._requests.put(message)
             case messages.SetVersion(version):
-                tracker = getattr(self._collector, "policy_version_tracker", None)
-                if tracker is not None:
-                    tracker.version = version
+                if self._collector is not None:
+                    for tracker in trackers_of(self._collector):
+                        tracker.version = version
             case messages.Stop(timeout):
                 self._stop(timeout)
 
@@ -309,3 +310,11 @@ def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
 def state_on_cpu(collector: Any) -> Any:
     """The collector's state, with tensors that may be sent."""
     return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
+
+
+def load_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
+    """Load a state, in which a policy that has weights has them too, or change nothing."""
+    strict = has_weights and policy_with_state(collector) is not None
+    load_or_undo(collector, state, strict=strict)
+    for tracker in trackers_of(collector) if "policy_version" in state else ():
+        tracker.version = state["policy_version"]

@@ -373,10 +373,7 @@ class WorkerBatches(BatchStream):
         collector = self._collector
         if collector.replay_buffer is None and collector.split_trajs:
             batch = mark_padding(split_trajectories(batch, prefix="collector"))
-        if collector.postproc is not None:
-            batch = collector.postproc(batch)
-            private = [key for key in list(batch.keys()) if key.startswith("_")]
-            batch = batch.exclude(*private) if private else batch
+        batch = super()._finished(batch)
         if self.buffer is not None:
             batch.names = None
         return batch
