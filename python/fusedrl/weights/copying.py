@@ -9,15 +9,20 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import Place, places_of
+from fusedrl.channel.sources import Place, places_of, refuse_other_state
 
 Weights = Any  # a tensordict, or what the hooks of a subclass understand
 
 
 def unwrap(weights: Weights) -> Weights:
-    """The weights of a module without their autograd graph; anything else as it is."""
+    """The weights of a module without their autograd graph; anything else as it is.
+
+    Raises:
+        TypeError: the state dict of the module has more than parameters and buffers.
+    """
     # TensorDictParams are both.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
+        refuse_other_state(weights)
         weights = TensorDict.from_module(weights)
         return weights.data  # pyright: ignore[reportAttributeAccessIssue]
     return weights
