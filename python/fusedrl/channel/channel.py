@@ -140,7 +140,8 @@ class WeightChannel:
                 if there are two more slots than leases at any time.
             device: where the slots lie and readers compute. ``None`` takes that of the weights, and
                 host memory for sharded weights: beside its shard, a GPU would hold whole models.
-            dtype: dtype of all floating entries in the channel; their own if ``None``.
+            dtype: dtype of all floating entries in the channel; their own if ``None``. As in
+                ``Tensor.to``, what is beyond the range of float16 becomes infinite in it.
             merge_adapters: whether a peft model is published as the base model's weights, with the
                 adapters merged into them, which is what an engine or a plain model loads.
                 Otherwise all entries are published as they are.
