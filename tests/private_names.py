@@ -99,6 +99,7 @@ NEEDED: dict[str, dict[str, str]] = {
             "_setup_connection_and_weights_on_receiver_impl _initialized_on_receiver"
         ),
         "torchrl.weight_update.utils": "_resolve_attr",
+        "torchrl.modules.inference_server:InferenceServer": "_mark_weight_update",
         "torchrl.data.replay_buffers.ray_buffer": (
             "_RayReplayBufferClient _LazyDistributedReplayClient"
         ),

@@ -198,6 +198,11 @@ def before_processes_start(collector: Any, prepare: Callable[[], None]) -> None:
     collector._run_processes = prepare_and_start
 
 
+def number_weights(server: Any, version: int | None) -> None:
+    """Give an inference server the number of the weights that it computes with from now on."""
+    server._mark_weight_update(version)
+
+
 def set_schemes(collector: Any, schemes: dict[str, Any]) -> None:
     """Set the weight-sync schemes of a multi-process collector before its processes start."""
     collector._weight_sync_schemes = schemes

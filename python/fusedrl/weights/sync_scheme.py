@@ -14,12 +14,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import Transform
+from torchrl.modules.inference_server import InferenceServer
 from torchrl.weight_update import TransportBackend, WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
 from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.following import Follower, Following
+from fusedrl.compat import torchrl
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
 from fusedrl.weights.follow import Attachment, call_if_alive, module_of
@@ -285,6 +287,19 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if context is not None and self.synchronized_on_receiver:
             self._attach(context)
 
+    def init_on_receiver(self, *, model_id: str, context: Any = None, **arguments: Any) -> None:
+        """Become the end where a collector or a server computes with the weights.
+
+        Raises:
+            RuntimeError: this is the trainer's end, which would lose its channel.
+        """
+        if self.initialized_on_sender:
+            raise RuntimeError(
+                "weight_sync: expected an object of its own beside the trainer's in one process, "
+                "got the trainer's; pass copy.copy(scheme), and send with scheme"
+            )
+        super().init_on_receiver(model_id=model_id, context=context, **arguments)
+
     def _init_on_receiver_impl(
         self,
         model_id: str,
@@ -299,6 +314,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 "scheme: expected one that the trainer has initialised, got one without a channel; "
                 "call init_on_sender before it is sent to workers"
             )
+        if isinstance(self.context, InferenceServer):  # which has set itself
+            context = self.context
         self.__setstate__(self.__getstate__())  # nothing of the trainer's stays in a forked child
         self._initialized_on_receiver = True
         self.model_id = model_id
@@ -310,10 +327,15 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self, *, worker_idx: int | None = None
     ) -> None:
         self._open()
-        if self.context is not None:
+        if self._local is not None:
+            self._number(self._follow(self._local))
+        elif self.context is not None:
             self._attach(self.context)
-        elif self._local is not None:
-            self._follow(self._local)
+
+    def _number(self, follower: Following) -> None:
+        """Tell an inference server, which would count updates, what version it computes with."""
+        if isinstance(self.context, InferenceServer):
+            torchrl.number_weights(self.context, follower.version)
 
     def _open(self) -> None:
         assert self._handle is not None
@@ -379,6 +401,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 follower.reader.wait_for(before + 1, timeout)
         if follower.load() == before:
             return None
+        self._number(follower)
         weights = TensorDict.from_module(follower.module)
         return weights.data  # pyright: ignore[reportAttributeAccessIssue]
 
