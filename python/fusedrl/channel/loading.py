@@ -128,8 +128,8 @@ class Target:
             self._plan()
         if self._inference and (aliases or not torch.is_inference_mode_enabled()):
             raise ValueError(
-                f"module: {self._inference[0]}: expected a tensor that can be written, got one that "
-                "was made in inference mode; make the module outside of torch.inference_mode()"
+                f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
+                "inference mode; make the module outside of torch.inference_mode()"
             )
         for tensor, _, name in self._buffers if aliases else self._parameters + self._buffers:
             if not has_memory(tensor):
