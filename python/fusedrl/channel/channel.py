@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -29,6 +30,9 @@ from fusedrl.channel.rendezvous import (
     rendezvous_of,
 )
 from fusedrl.channel.sources import ModuleSnapshot, Place, module_places, ranks_of_shards
+from fusedrl.compat.torch import times_written
+
+logger = logging.getLogger("fusedrl")
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -105,6 +109,8 @@ class WeightChannel:
         self._timeout = timeout
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
         self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
+        unsaved = module_places(template) if layout.transient else ()
+        self._unsaved = [(p, times_written(p.tensor)) for p in unsaved if not p.persistent]
         self._closed = False
         if slots is not None:
             self._memory, self._end = slots
@@ -259,9 +265,24 @@ class WeightChannel:
             if is_template and self._can_keep(weights, places):
                 self._known = ModuleSnapshot(weights, places), places
         refuse_followed(self._session, places)
+        self._warn_of_unsaved()
         if is_template:
             PUBLISHERS[self._session] = self
         return places
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn once of a buffer that no version has, and that has changed in the trainer."""
+        for place, written in self._unsaved:
+            assert place.home is not None
+            current = place.home.get(place.key)
+            if current is not place.tensor or times_written(place.tensor) != written:
+                logger.warning(
+                    "weights: %s: expected a buffer of persistent=False to stay as it is, got a "
+                    "change, which readers do not get; register it with persistent=True",
+                    place.name,
+                )
+                self._unsaved = []
+                return
 
     def _can_keep(self, weights: Any, places: list[Place]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
