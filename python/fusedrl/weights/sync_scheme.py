@@ -67,7 +67,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         mode: with ``"alias"`` the model's parameters are frozen views of the channel; with
             ``"copy"`` they are written in place, in their own dtype and on their own device.
             ``None`` takes alias if dtypes and devices fit and the collector compiles nothing, and
-            copy otherwise.
+            copy otherwise, also in an inference server, which writes to its model.
         device: where the channel lies; that of the weights if ``None``.
         timeout: seconds that each wait may take.
 
@@ -328,7 +328,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         self._open()
         if self._local is not None:
-            self._number(self._follow(self._local))
+            self._number(self._follow(self._local, self.context))
         elif self.context is not None:
             self._attach(self.context)
 
@@ -356,7 +356,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         Args:
             model: a module, or an object with a ``module``; its weights may lie on meta, or in a
                 vLLM engine.
-            collector: the collector that calls the model, if it is known.
+            collector: the collector or inference server that calls the model, if it is known.
         """
         module, reader = module_of(model), self._reader
         assert reader is not None
