@@ -132,7 +132,9 @@ class ExtraState(nn.Linear):
 
 
 class OwnState(nn.Linear):
-    scale = torch.ones(1)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)

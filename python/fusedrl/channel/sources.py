@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel import adapter_merging as peft
-from fusedrl.channel.tensors import identity, is_dtensor, whole
+from fusedrl.channel.tensors import check_supported, identity, is_dtensor, whole
 from fusedrl.compat.torch import (
     CHECKPOINTED_CHILD,
     COMPILED_CHILD,
@@ -198,11 +198,16 @@ def refuse_other_state(module: nn.Module) -> None:
     Quantised layers, hooks and ``get_extra_state`` put it there. Without it, whoever loads the
     parameters and buffers would go on with its own, or with none.
     """
-    places = {place.name: place for place in module_places(module)}
+    places = {place.name: place for place in module_places(module) if place.persistent}
     others = {k: v for k, v in module.state_dict().items() if k not in places}
-    # A wrapper, or a part with a state_dict() of its own, changes names.
-    known = {identity(place.tensor) for place in places.values()} if others else set()
+    known = set()
+    if others:  # a wrapper, or a state_dict() of the module's own, may only change names
+        for place in places.values():
+            check_supported(place.name, place.tensor)
+            known.add(identity(place.tensor))
     for name, value in others.items():
+        if isinstance(value, Tensor):
+            check_supported(name, value)
         if not isinstance(value, Tensor) or identity(value) not in known:
             raise TypeError(
                 f"weights: {name}: expected a parameter or a buffer, got what else state_dict() "

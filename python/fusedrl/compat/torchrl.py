@@ -198,9 +198,10 @@ def before_processes_start(collector: Any, prepare: Callable[[], None]) -> None:
     collector._run_processes = prepare_and_start
 
 
-def number_weights(server: Any, version: int | None) -> None:
-    """Give an inference server the number of the weights that it computes with from now on."""
-    server._mark_weight_update(version)
+def number_weights(context: Any, version: int | None) -> None:
+    """Tell an inference server, which would count updates, what version it computes with."""
+    if mark := getattr(context, "_mark_weight_update", None):
+        mark(version)
 
 
 def set_schemes(collector: Any, schemes: dict[str, Any]) -> None:

@@ -15,11 +15,7 @@ Weights = Any  # a tensordict, or what the hooks of a subclass understand
 
 
 def unwrap(weights: Weights) -> Weights:
-    """The weights of a module without their autograd graph; anything else as it is.
-
-    Raises:
-        TypeError: the state dict of the module has more than parameters and buffers.
-    """
+    """The weights of a module without their autograd graph; anything else as it is."""
     # TensorDictParams are both.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
         refuse_other_state(weights)

@@ -328,14 +328,10 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         self._open()
         if self._local is not None:
-            self._number(self._follow(self._local, self.context))
+            follower = self._follow(self._local, self.context)
+            torchrl.number_weights(self.context, follower.version)
         elif self.context is not None:
             self._attach(self.context)
-
-    def _number(self, follower: Following) -> None:
-        """Tell an inference server, which would count updates, what version it computes with."""
-        if isinstance(self.context, InferenceServer):
-            torchrl.number_weights(self.context, follower.version)
 
     def _open(self) -> None:
         assert self._handle is not None
@@ -401,7 +397,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 follower.reader.wait_for(before + 1, timeout)
         if follower.load() == before:
             return None
-        self._number(follower)
+        torchrl.number_weights(self.context, follower.version)
         weights = TensorDict.from_module(follower.module)
         return weights.data  # pyright: ignore[reportAttributeAccessIssue]
 
