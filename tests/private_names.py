@@ -25,7 +25,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "torch.ops:aten": "_assert_async",
         "torch.nested._internal.nested_tensor:NestedTensor": "_ragged_idx _lengths _values",
         "torch:Tensor": (
-            "_nested_tensor_size _nested_tensor_strides _nested_tensor_storage_offsets"
+            "_nested_tensor_size _nested_tensor_strides _nested_tensor_storage_offsets _version"
         ),
         "torch": "_nested_view_from_buffer _foreach_copy_",
         "torch.nn:Module": (
@@ -99,6 +99,7 @@ NEEDED: dict[str, dict[str, str]] = {
             "_setup_connection_and_weights_on_receiver_impl _initialized_on_receiver"
         ),
         "torchrl.weight_update.utils": "_resolve_attr",
+        "torchrl.modules.inference_server:InferenceServer": "_mark_weight_update",
         "torchrl.data.replay_buffers.ray_buffer": (
             "_RayReplayBufferClient _LazyDistributedReplayClient"
         ),

@@ -66,11 +66,22 @@ def test_a_reader_that_is_dropped_stays_open_as_long_as_the_model_that_it_loaded
     assert channel.readers() == []
 
 
-def test_models_keep_their_weights_when_their_reader_closes(channel):
+def test_models_keep_their_weights_when_their_reader_closes(channel, caplog):
     model = model_of_zeros()
     publish(channel)
     with channel.handle.open() as reader:
         reader.load_into(model)
+    assert not caplog.text
     for _ in range(5):
         publish(channel)
     assert {float(x) for p in model.values() for x in (p.min(), p.max())} == {1.0}
+
+
+def test_other_tensors_of_a_loaded_model_are_told_of_when_its_reader_closes(channel, caplog):
+    model = model_of_zeros()
+    publish(channel)
+    with channel.handle.open() as reader:
+        reader.load_into(model)
+        part = model["a"].data[:1]
+    assert "close: expected no tensors over a version but parameters" in caplog.text
+    assert part.data_ptr() != model["a"].data_ptr()

@@ -162,3 +162,15 @@ def test_loading_within_inference_mode_leaves_a_module_that_works_outside():
         x = torch.randn(2, 3, requires_grad=True)
         model(x).sum().backward()
         assert x.grad is not None
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_a_module_that_was_made_in_inference_mode_is_loaded_there_or_refused(mode):
+    layout, views = published(trained := Net())
+    with torch.inference_mode():
+        model = Net()
+    with pytest.raises(ValueError, match=r"module: body.0.weight: .* got one of inference mode"):
+        getattr(Target(model, layout), mode)(views)
+    with torch.inference_mode():
+        Target(model, layout).copy(views)
+        assert same(model, trained)

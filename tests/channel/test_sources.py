@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
 from fusedrl.channel.sources import places_of
+from fusedrl.weights.copying import unwrap
 
 from .test_layout import values_of
 
@@ -130,6 +131,16 @@ class ExtraState(nn.Linear):
         return {"calls": 1}
 
 
+class OwnState(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -149,12 +160,33 @@ def test_what_is_not_a_plain_tensor_is_refused_by_name(entry, message):
             Layout.of(weights)
 
 
-def test_state_that_is_no_tensor_is_refused():
-    model = nn.Sequential(ExtraState(1, 1))
-    with pytest.raises(TypeError, match=r"weights: 0._extra_state: expected tensors"):
-        Layout.of(model)
-    with pytest.raises(TypeError, match=r"weights: 0._extra_state: .* got dict|no such|got"):
-        Layout.of(model.state_dict())
+def hooked() -> nn.Module:
+    model = nn.Linear(1, 1)
+    model.register_state_dict_post_hook(lambda _, state, prefix, *__: state.update(own=prefix))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        (lambda: ExtraState(1, 1), "0._extra_state"),
+        (lambda: OwnState(1, 1), "0.scale"),
+        (lambda: torch.compile(OwnState(1, 1)), "0._orig_mod.scale"),
+        (hooked, "own"),
+        (lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2))), "0.0.sc"),
+    ],
+    ids=["extra", "saved", "compiled", "hook", "quantised"],
+)
+def test_state_beside_parameters_and_buffers_is_refused(part, name):
+    """It would be left out, and readers would go on with what they have."""
+    model = nn.Sequential(part())
+    for use in (Layout.of, unwrap):
+        with pytest.raises(TypeError, match=f"weights: {name}.*: expected a parameter or a buffer"):
+            use(model)
+    plain = Layout.of(nn.Sequential(nn.Linear(1, 1)))
+    with pytest.raises(TypeError, match=f"weights: {name}"):
+        plain.matched(model)
 
 
 LORA = {

@@ -43,12 +43,19 @@ def test_uuids_are_new_each_time(version_type):
 
 
 @pytest.mark.parametrize(
-    ("version_type", "value"), [("int", "seven"), ("int", True), ("int", 1.5), ("uuid", 7)]
+    ("version_type", "value", "error"),
+    [
+        ("int", "seven", TypeError),
+        ("int", True, TypeError),
+        ("int", 1.5, TypeError),
+        ("uuid", 7, TypeError),
+        ("int", -3, ValueError),
+    ],
 )
-def test_a_version_of_another_type_is_refused(version_type, value):
+def test_a_version_of_another_type_is_refused(version_type, value, error):
     tracker = PolicyVersion(version_type)
     before = tracker.version
-    with pytest.raises(TypeError):
+    with pytest.raises(error):
         tracker.version = value
     assert tracker.version == before and len(tracker.version_history) == 1
 

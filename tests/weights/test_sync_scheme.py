@@ -24,6 +24,7 @@ from sync_workers import canary_policy, weights_of
 from tensordict import TensorDict
 from torchrl.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from torchrl.envs.llm.transforms import PolicyVersion
+from torchrl.modules.inference_server import InferenceServer
 from torchrl.weight_update import WeightSyncScheme
 from weights_workers import Ones, make_policy
 
@@ -156,6 +157,25 @@ def test_a_reader_without_a_collector_receives_by_itself():
         end.shutdown()
     assert policy.module.weight.item() == 9.0  # in memory of its own
     policy.module.weight.fill_(4.0)
+
+
+def test_an_inference_server_tags_answers_with_the_versions_of_the_channel():
+    scheme, trained = ChannelWeightSyncScheme(), make_policy(1.0)
+    scheme.init_on_sender(model_id="policy", model=trained)
+    scheme.connect()
+    with pytest.raises(RuntimeError, match=r"weight_sync: .* pass copy.copy\(scheme\)"):
+        scheme.init_on_receiver(model_id="policy", model=make_policy(0.0))
+    with InferenceServer(make_policy(0.0), weight_sync=copy.copy(scheme)) as server:
+        ask = server.client()
+        for version in (1, 4, 9):
+            if version > 1:
+                scheme.send(make_policy(float(version)), version=version)
+            # The first answer may be of a version that was loaded before.
+            answers = [ask(TensorDict({"observation": torch.ones(1)})) for _ in range(2)]
+            assert all(x["policy_version"].item() == x["action"].item() for x in answers)
+            assert answers[-1]["policy_version"].item() == version == server.policy_version
+        server.update_model(lambda model: model.module.weight.fill_(0.0))  # in memory of its own
+    scheme.shutdown()
 
 
 def maps() -> int:

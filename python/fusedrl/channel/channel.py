@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -35,6 +36,9 @@ from fusedrl.channel.sources import (
     places_of,
     ranks_of_shards,
 )
+from fusedrl.compat.torch import times_written
+
+logger = logging.getLogger("fusedrl")
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -111,6 +115,8 @@ class WeightChannel:
         self._timeout = timeout
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
         self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
+        unsaved = module_places(template) if layout.transient else ()
+        self._unsaved = [(p, times_written(p.tensor)) for p in unsaved if not p.persistent]
         self._closed = False
         if slots is not None:
             self._memory, self._end = slots
@@ -146,7 +152,8 @@ class WeightChannel:
                 if there are two more slots than leases at any time.
             device: where the slots lie and readers compute. ``None`` takes that of the weights, and
                 host memory for sharded weights: beside its shard, a GPU would hold whole models.
-            dtype: dtype of all floating entries in the channel; their own if ``None``.
+            dtype: dtype of all floating entries in the channel; their own if ``None``. As in
+                ``Tensor.to``, what is beyond the range of float16 becomes infinite in it.
             merge_adapters: whether a peft model is published as the base model's weights, with the
                 adapters merged into them, which is what an engine or a plain model loads.
                 Otherwise all entries are published as they are.
@@ -263,9 +270,24 @@ class WeightChannel:
             if is_template and self._can_keep(weights, places):
                 self._known = ModuleSnapshot(weights, places), places
         refuse_followed(self._session, places)
+        self._warn_of_unsaved()
         if is_template:
             PUBLISHERS[self._session] = self
         return places
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn once of a buffer that no version has, and that has changed in the trainer."""
+        for place, written in self._unsaved:
+            assert place.home is not None
+            current = place.home.get(place.key)
+            if current is not place.tensor or times_written(place.tensor) != written:
+                logger.warning(
+                    "weights: %s: expected a buffer of persistent=False to stay as it is, got a "
+                    "change, which readers do not get; register it with persistent=True",
+                    place.name,
+                )
+                self._unsaved = []
+                return
 
     def _can_keep(self, weights: Any, places: list[Place]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):

@@ -71,7 +71,8 @@ class Target:
 
         Raises:
             ValueError: parameters have another dtype or device (the message lists them), or views
-                have different values for one tensor. Nothing has changed then.
+                have different values for one tensor, or the module was made in inference mode.
+                Nothing has changed then.
         """
         self._check(views, aliases=True)
         params = self._parameters
@@ -106,7 +107,8 @@ class Target:
 
         Raises:
             ValueError: tensors have another shape by now, or views have different values for one
-                tensor. Nothing has changed then.
+                tensor, or the module was made in inference mode and this is outside of it. Nothing
+                has changed then.
         """
         self._check(views, aliases=False)
         pairs = self._parameters + self._buffers
@@ -124,6 +126,11 @@ class Target:
         """Check all that may have changed since the last load; nothing is written before."""
         if not self._snapshot.is_current():
             self._plan()
+        if self._inference and (aliases or not torch.is_inference_mode_enabled()):
+            raise ValueError(
+                f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
+                "inference mode; make the module outside of torch.inference_mode()"
+            )
         for tensor, _, name in self._buffers if aliases else self._parameters + self._buffers:
             if not has_memory(tensor):
                 check_supported(name, tensor, "module")
@@ -150,6 +157,7 @@ class Target:
             index = self.layout.view_of[place.name]
             chosen.setdefault(id(place.tensor), (place.tensor, index, place.name))
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
+        self._inference = [place.name for place in places if place.tensor.is_inference()]
         self._ties, self._snapshot = ties, ModuleSnapshot(module, places)
 
     def _refuse_alias(self, views: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import threading
 import time
 import weakref
@@ -18,6 +19,8 @@ from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target, own
 from fusedrl.channel.memory import Manifest, Memory
 
+logger = logging.getLogger("fusedrl")
+
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
 
@@ -27,7 +30,7 @@ class Lease(_host.Lease):
 
     It owns its slot from the moment in which it exists, and gives it back once: at
     :meth:`release`, at the end of its ``with`` block, or when it is dropped. Its weights do not
-    keep it, so use them within its block.
+    keep it: use them within its block, as they may be overwritten after that.
 
     Attributes:
         version: the number of the version that :attr:`weights` are.
@@ -292,11 +295,21 @@ class WeightReader:
             return lease.version
 
     def close(self) -> None:
-        """End all leases. Modules that were loaded by alias get copies of their own."""
+        """End all leases. Modules that were loaded by alias get copies of their own.
+
+        Other tensors over their memory, such as ``parameter.data``, may be overwritten from then
+        on; a warning is logged if there are any.
+        """
         with self._lock:
             for storage, references in self._kept:
                 parameters = [p for reference in references if (p := reference()) is not None]
                 own([p for p in parameters if p.untyped_storage() is storage()])
+            if self._end.leased() and any(storage() is not None for storage, _ in self._kept):
+                logger.warning(
+                    "close: expected no tensors over a version but parameters, got some made of "
+                    "them, which may be overwritten now; clone such tensors, or close the reader "
+                    "after their last use"
+                )
             if self.memory.asynchronous:
                 for slot in self._end.leased():
                     self._release_later(slot)

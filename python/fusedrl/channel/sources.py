@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel import adapter_merging as peft
-from fusedrl.channel.tensors import identity, is_dtensor, whole
+from fusedrl.channel.tensors import check_supported, identity, is_dtensor, whole
 from fusedrl.compat.torch import (
     CHECKPOINTED_CHILD,
     COMPILED_CHILD,
@@ -118,12 +118,14 @@ def places_of(weights: Any, merge_adapters: bool = False) -> dict[str, Place]:
             of its state dict.
 
     Raises:
-        TypeError: weights of another type.
+        TypeError: weights of another type, or a module whose state dict has more than parameters
+            and buffers.
         ValueError: two entries have one name, or there are no adapters to merge.
     """
     # TensorDictParams are a module too.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
         places = module_places(weights, merge_adapters)
+        refuse_other_state(weights)
         if merge_adapters and not peft.has_adapters(weights):
             raise ValueError(
                 f"merge_adapters: expected a model with peft's adapters, got a "
@@ -190,6 +192,30 @@ def module_places(module: nn.Module, merged: bool = False) -> Iterator[Place]:
     yield from _walk("", module, merged)
 
 
+def refuse_other_state(module: nn.Module) -> None:
+    """Raise ``TypeError`` if the state dict of a module has what is no parameter or buffer.
+
+    Quantised layers, hooks and ``get_extra_state`` put it there. Without it, whoever loads the
+    parameters and buffers would go on with its own, or with none.
+    """
+    places = {place.name: place for place in module_places(module) if place.persistent}
+    others = {k: v for k, v in module.state_dict().items() if k not in places}
+    known = set()
+    if others:  # a wrapper, or a state_dict() of the module's own, may only change names
+        for place in places.values():
+            check_supported(place.name, place.tensor)
+            known.add(identity(place.tensor))
+    for name, value in others.items():
+        if isinstance(value, Tensor):
+            check_supported(name, value)
+        if not isinstance(value, Tensor) or identity(value) not in known:
+            raise TypeError(
+                f"weights: {name}: expected a parameter or a buffer, got what else state_dict() "
+                f"has ({type(value).__name__}); publish a module without quantised layers, extra "
+                "state and hooks that add to its state dict, or a dict of the tensors to be sent"
+            )
+
+
 class _Merged:
     """The merged weights of one adapted layer, which are computed when the first is asked for.
 
@@ -246,26 +272,20 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _check_module(prefix: str, module: Any) -> None:
-    extra_state, sharded, resharding = _features(type(module))
+    sharded, resharding = _features(type(module))
     if sharded:
         raise TypeError(
             f"weights: {prefix.removesuffix('.') or 'the module'}: expected weights that can be "
             "made whole, got FullyShardedDataParallel; shard with fully_shard, or pass a full "
             "state_dict()"
         )
-    if extra_state:
-        raise TypeError(
-            f"weights: {prefix}_extra_state: expected tensors, got what "
-            f"{type(module).__name__}.get_extra_state() returns; pass a dict without it"
-        )
     if resharding:
         module.reshard()  # as state_dict() does: weights gathered for a forward may be stale
 
 
 @cache
-def _features(kind: type[nn.Module]) -> tuple[bool, bool, bool]:
+def _features(kind: type[nn.Module]) -> tuple[bool, bool]:
     return (
-        kind.get_extra_state is not nn.Module.get_extra_state,
         issubclass(kind, peft.loaded("torch.distributed.fsdp", "FullyShardedDataParallel")),
         issubclass(kind, peft.loaded("torch.distributed.fsdp", "FSDPModule")),
     )

@@ -82,6 +82,7 @@ class PolicyVersion(_PolicyVersion):
 
         Raises:
             TypeError: an integer is assigned to UUIDs, or anything else to integers.
+            ValueError: a negative integer is assigned, as -1 stands for no version.
         """
         assert self._current_version is not None
         return self._current_version
@@ -95,6 +96,8 @@ class PolicyVersion(_PolicyVersion):
                 f"{value!r}; choose the version_type when the tracker is made"
             )
         new = operator.index(value) if self.counts else str(value)  # pyright: ignore[reportArgumentType]
+        if isinstance(new, int) and new < 0:
+            raise ValueError(f"version: expected 0 or more, got {new}; -1 marks padding in batches")
         change = VersionChange(datetime.now(), self._current_version, new)
         self._current_version = new
         self.version_history.append(change)

@@ -129,6 +129,11 @@ def unsaved_buffers_of(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def times_written(tensor: Tensor) -> int | None:
+    """How often a tensor was written to, but for writes that autograd is kept from seeing."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number of the storage in which a tensor lies, while the storage exists.
 

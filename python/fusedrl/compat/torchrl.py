@@ -198,6 +198,12 @@ def before_processes_start(collector: Any, prepare: Callable[[], None]) -> None:
     collector._run_processes = prepare_and_start
 
 
+def number_weights(context: Any, version: int | None) -> None:
+    """Tell an inference server, which would count updates, what version it computes with."""
+    if mark := getattr(context, "_mark_weight_update", None):
+        mark(version)
+
+
 def set_schemes(collector: Any, schemes: dict[str, Any]) -> None:
     """Set the weight-sync schemes of a multi-process collector before its processes start."""
     collector._weight_sync_schemes = schemes

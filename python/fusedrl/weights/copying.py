@@ -9,7 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import Place, places_of
+from fusedrl.channel.sources import Place, places_of, refuse_other_state
 
 Weights = Any  # a tensordict, or what the hooks of a subclass understand
 
@@ -18,6 +18,7 @@ def unwrap(weights: Weights) -> Weights:
     """The weights of a module without their autograd graph; anything else as it is."""
     # TensorDictParams are both.
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
+        refuse_other_state(weights)
         weights = TensorDict.from_module(weights)
         return weights.data  # pyright: ignore[reportAttributeAccessIssue]
     return weights

@@ -15,12 +15,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.collectors import Collector
 from torchrl.envs import Transform
+from torchrl.modules.inference_server import InferenceServer
 from torchrl.weight_update import TransportBackend, WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
 from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.following import Follower, Following
+from fusedrl.compat import torchrl
 from fusedrl.vllm.engine_follower import EngineFollower
 from fusedrl.vllm.policy import wrappers_in
 from fusedrl.weights.follow import Attachment, call_if_alive, module_of, patch_attribute
@@ -67,7 +69,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         mode: with ``"alias"`` the model's parameters are frozen views of the channel; with
             ``"copy"`` they are written in place, in their own dtype and on their own device.
             ``None`` takes alias if dtypes and devices fit and the collector compiles nothing, and
-            copy otherwise.
+            copy otherwise, also in an inference server, which writes to its model.
         device: where the channel lies; that of the weights if ``None``.
         timeout: seconds that each wait may take.
 
@@ -314,6 +316,19 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if context is not None and self.synchronized_on_receiver:
             self._attach(context)
 
+    def init_on_receiver(self, *, model_id: str, context: Any = None, **arguments: Any) -> None:
+        """Become the end where a collector or a server computes with the weights.
+
+        Raises:
+            RuntimeError: this is the trainer's end, which would lose its channel.
+        """
+        if self.initialized_on_sender:
+            raise RuntimeError(
+                "weight_sync: expected an object of its own beside the trainer's in one process, "
+                "got the trainer's; pass copy.copy(scheme), and send with scheme"
+            )
+        super().init_on_receiver(model_id=model_id, context=context, **arguments)
+
     def _init_on_receiver_impl(
         self,
         model_id: str,
@@ -328,6 +343,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 "scheme: expected one that the trainer has initialised, got one without a channel; "
                 "call init_on_sender before it is sent to workers"
             )
+        if isinstance(self.context, InferenceServer):  # which has set itself
+            context = self.context
         self.__setstate__(self.__getstate__())  # nothing of the trainer's stays in a forked child
         self._initialized_on_receiver = True
         self.model_id = model_id
@@ -339,10 +356,11 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         self, *, worker_idx: int | None = None
     ) -> None:
         self._open()
-        if self.context is not None:
+        if self._local is not None:
+            follower = self._follow(self._local, self.context)
+            torchrl.number_weights(self.context, follower.version)
+        elif self.context is not None:
             self._attach(self.context)
-        elif self._local is not None:
-            self._follow(self._local)
 
     def _open(self) -> None:
         assert self._handle is not None
@@ -363,7 +381,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         Args:
             model: a module, or an object with a ``module``; its weights may lie on meta, or in a
                 vLLM engine.
-            collector: the collector that calls the model, if it is known.
+            collector: the collector or inference server that calls the model, if it is known.
         """
         module, reader = module_of(model), self._reader
         assert reader is not None
@@ -408,6 +426,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 follower.reader.wait_for(before + 1, timeout)
         if follower.load() == before:
             return None
+        torchrl.number_weights(self.context, follower.version)
         weights = TensorDict.from_module(follower.module)
         return weights.data  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torchrl.modules.inference_server import InferenceServer
 
 from fusedrl.channel import WeightReader
 from fusedrl.channel.following import followers_of
@@ -48,14 +49,15 @@ def find_model(collector: Any, model_id: str) -> Any:
 def fitting_mode(
     module: nn.Module, reader: WeightReader, collector: Any
 ) -> Literal["alias", "copy"]:
-    """``"alias"`` if dtypes and devices fit and the collector compiles nothing, else ``"copy"``."""
+    """``"alias"`` if dtypes and devices fit, and the collector neither compiles nor writes them."""
     dtypes = {entry.name: entry.dtype for entry in reader.layout.entries}
     fits = all(
         place.tensor.device == reader.device and place.tensor.dtype == dtypes[place.name]
         for place in module_places(module)
         if place.kind == "parameter" and place.name in dtypes
     )
-    return "alias" if fits and not is_compiled(collector) else "copy"
+    in_place = is_compiled(collector) or isinstance(collector, InferenceServer)
+    return "alias" if fits and not in_place else "copy"
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -316,8 +316,8 @@ class WorkerHandle:
             return RuntimeError(SHUT_DOWN)
         return RuntimeError(
             f"worker: expected process {self.pid} to collect, got its end with exit code "
-            f"{self.process.exitcode}; its own output may say why (a script needs if __name__ == "
-            "'__main__')"
+            f"{self.process.exitcode}; its own output may say why (a script has to be a file, with "
+            "if __name__ == '__main__')"
         )
 
 
