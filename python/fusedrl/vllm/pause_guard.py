@@ -59,10 +59,12 @@ class PauseGuard:
         self._over.set()
 
     def _watch(self) -> None:
-        if self._trainer_has_gone():
-            time.sleep(_SETTLED)
-            self._recover()
-        self._over.set()
+        try:
+            if self._trainer_has_gone():
+                time.sleep(_SETTLED)
+                self._recover()
+        finally:
+            self._over.set()
 
     def _trainer_has_gone(self) -> bool:
         """Wait until it ends or leaves the update; ``False`` if the update is over before that."""

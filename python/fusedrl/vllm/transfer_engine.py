@@ -135,9 +135,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         ranks, guard = Ranks.of_this_process(), self._guard
 
         def check() -> bool:
-            watched = guard is not None and guard.is_watching
-            if watched and (guard.left or guard.session != address.session):
-                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
+            if guard is not None and guard.is_watching:
+                if guard.left or guard.session != address.session:
+                    raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
             if address.server is not None and ranks.rank == 0:
                 check_reachable(address.server)
             return True
@@ -189,7 +189,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             _refuse_to_run(self.model, f"another worker has not loaded version {version}")
             try:
                 weights.load(lease.views)
-                _clear(self.vllm_config)
+                clear_caches(self.vllm_config)
                 if self.device.type != "cpu":
                     torch.accelerator.synchronize(self.device)
             except Exception as error:
@@ -260,7 +260,7 @@ def check_connectors(vllm_config: Any) -> None:
 
 
 @torch.no_grad()
-def _clear(vllm_config: Any) -> None:
+def clear_caches(vllm_config: Any) -> None:
     """Zero the caches of keys and values, as those of weights that overflow may be NaN.
 
     vLLM gives their blocks to other requests as they are, and masks what is behind the end of a
@@ -282,10 +282,12 @@ def _pages_given_back(data: Tensor) -> bool:
     if data.device.type != "cpu" or data.is_shared() or sys.platform != "linux":
         return False
     begin = -data.data_ptr() % mmap.PAGESIZE
-    end = begin + (data.numel() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    count = (data.numel() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if count <= 0:
+        return False
     data[:begin].zero_()
-    data[end:].zero_()
-    pages = ctypes.c_void_p(data.data_ptr() + begin), ctypes.c_size_t(end - begin)
+    data[begin + count :].zero_()
+    pages = ctypes.c_void_p(data.data_ptr() + begin), ctypes.c_size_t(count)
     return ctypes.CDLL(None).madvise(*pages, mmap.MADV_DONTNEED) == 0
 
 
