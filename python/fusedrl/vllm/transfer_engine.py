@@ -135,9 +135,9 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         ranks, guard = Ranks.of_this_process(), self._guard
 
         def check() -> bool:
-            if guard is not None and guard.is_watching:
-                if guard.left or guard.session != address.session:
-                    raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
+            theirs = guard is not None and (guard.left or guard.session != address.session)
+            if theirs and guard.is_watching:
+                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
             if address.server is not None and ranks.rank == 0:
                 check_reachable(address.server)
             return True
