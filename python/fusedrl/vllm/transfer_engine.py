@@ -135,8 +135,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         ranks, guard = Ranks.of_this_process(), self._guard
 
         def check() -> bool:
-            theirs = guard is not None and (guard.left or guard.session != address.session)
-            if theirs and guard.is_watching:
+            mine = guard is None or (guard.session == address.session and not guard.left)
+            if guard is not None and guard.is_watching and not mine:
                 raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
             if address.server is not None and ranks.rank == 0:
                 check_reachable(address.server)
