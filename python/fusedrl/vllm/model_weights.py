@@ -62,8 +62,10 @@ class ModelWeights:
                 do not, and it can be loaded again.
         """
         known, self._is_known_to_load = self._is_known_to_load, False
-        # What a load leaves as it was is right if the engine has started with these weights.
-        for given in [views] if known else [_others(views), views]:
+        # What a load leaves as it was is right if the engine has started with these weights: others,
+        # which no model has, are loaded first.
+        others = [view.new_full((), 0.3).expand(view.shape) for view in views]
+        for given in [views] if known else [others, views]:
             weights = self._in_checkpoint(given)
             vllm.load_again(self._model, self._config, weights)
             if not known and (wrong := self._wrong_after(weights)):
@@ -103,11 +105,6 @@ class ModelWeights:
                     if value is not None and not _same(actual.get(what), value)
                 ]
         return wrong
-
-
-def _others(views: Sequence[Tensor]) -> list[Tensor]:
-    """Weights of the same form that no model has, without memory of their own."""
-    return [view.new_full((), 0.3).expand(view.shape) for view in views]
 
 
 def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -279,11 +279,10 @@ def _pages_given_back(data: Tensor) -> bool:
 
     Linux makes new pages of zeros where memory is touched whose pages were given back.
     """
-    if data.device.type != "cpu" or data.is_shared() or sys.platform != "linux":
-        return False
     begin = -data.data_ptr() % mmap.PAGESIZE
     count = (data.numel() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    if count <= 0:
+    is_private = data.device.type == "cpu" and not data.is_shared()
+    if not is_private or count <= 0 or sys.platform != "linux":
         return False
     data[:begin].zero_()
     data[begin + count :].zero_()
