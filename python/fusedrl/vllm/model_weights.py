@@ -62,8 +62,8 @@ class ModelWeights:
                 do not, and it can be loaded again.
         """
         known, self._is_known_to_load = self._is_known_to_load, False
-        # What a load leaves as it was is right if the engine has started with these weights: others,
-        # which no model has, are loaded first.
+        # What a load leaves as it was is right if the engine has started with these weights. So
+        # others are loaded first, which no model has.
         others = [view.new_full((), 0.3).expand(view.shape) for view in views]
         for given in [views] if known else [others, views]:
             weights = self._in_checkpoint(given)
