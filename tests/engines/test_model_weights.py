@@ -40,7 +40,19 @@ ONLY_TIED = ["cohere", "gemma", "gemma2", "gemma3_text", "smollm3", "starcoder2"
 ONLY_UNTIED = ["olmo2"]
 BOTH = ["granite", "llama", "mistral", "phi3", "qwen2", "qwen3"]
 # On a CPU, vLLM packs experts: those of 16 wide into another shape, those of 64 into the same.
-EXPERTS = [("mixtral", {}), *(("qwen3_moe", {"moe_intermediate_size": n}) for n in (16, 64))]
+# A router of GLM-4 has a bias, which the experts have too.
+EXPERTS = [
+    ("mixtral", {}),
+    *(("qwen3_moe", {"moe_intermediate_size": n}) for n in (16, 64)),
+    (
+        "glm4_moe",
+        HEADS
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        | {"first_k_dense_replace": 1},
+    ),
+]
+# vLLM's reload copies its experts and sinks to nowhere.
+GPT_OSS = HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
 
 
 def config_of(folder, **options):
@@ -49,7 +61,7 @@ def config_of(folder, **options):
 
 def saved(folder, kind, **options):
     """A model of transformers, in ``folder`` too."""
-    known = tiny.PACKING[kind]
+    known = tiny.PACKING.get(kind, {})
     heads = HEADS if "head_dim" in known or "qwen3" in kind else {}
     torch.manual_seed(0)
     config = tiny.config_of(kind, **{**known, **SIZES, **heads, **options})
@@ -143,12 +155,21 @@ def in_checkpoint(folder, model):
     return load_file(folder / "model.safetensors")
 
 
+@torch.no_grad()
+def train_biases(model):
+    """Those of routers, which are no parameters."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(torch.randn_like(buffer))
+
+
 def check_experts(kind, folder, dtype="float32", **sizes):
     model = saved(folder / "old", kind, tie_word_embeddings=False, **sizes)
     config = config_of(folder / "old", dtype=dtype)
     engine = loaded(config)
     for _ in range(2):
         train(model)
+        train_biases(model)
         update(engine, config, in_checkpoint(folder / "new", model))
     assert differences(engine, loaded(config_of(folder / "new", dtype=dtype))) == []
     # Transformers has all experts of a layer in one tensor, which vLLM knows of some models.
@@ -188,6 +209,15 @@ def as_vllm_does(model, vllm_config, weights):
         initialize_layerwise_reload(model)
         model.load_weights(weights())
         finalize_layerwise_reload(model, vllm_config.model_config)
+
+
+def test_weights_that_vllm_loads_once_are_refused_even_if_they_are_those_that_it_has(tmp_path):
+    model = saved(tmp_path, "gpt_oss", tie_word_embeddings=False, **GPT_OSS)
+    config = config_of(tmp_path)
+    engine = loaded(config)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"got others[\s\S]*sinks[\s\S]*w13_weight"):
+            update(engine, config, model)
 
 
 def test_weights_that_a_reload_would_leave_wrong_are_refused(tmp_path, monkeypatch):

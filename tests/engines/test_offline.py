@@ -1,6 +1,10 @@
 """A ``vllm.LLM`` that a trainer feeds through a channel."""
 
+import copy
+import random
+
 import pytest
+import torch
 from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
 
 from fusedrl import WeightChannel
@@ -141,3 +145,22 @@ def test_an_update_that_somebody_began_and_left(llm, model):
 def test_another_kind_of_engine_is_refused(model, engine):
     with WeightChannel.create(model) as channel, pytest.raises(TypeError, match=r"vllm\.LLM"):
         EngineWeights(channel, engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_not_finite_ends_with_its_version(llm, model, seed):
+    rng = random.Random(seed)
+    good = copy.deepcopy(model.state_dict())
+    _, parameter = rng.choice(list(model.named_parameters()))
+    value = rng.choice([float("nan"), float("inf"), 1e38])
+    before, after = ([rng.randrange(2, 400) for _ in range(rng.randrange(3, 200))] for _ in "12")
+    with WeightChannel.create(model) as channel:
+        weights = EngineWeights(channel, llm)
+        with torch.no_grad():
+            parameter.view(-1)[rng.randrange(parameter.numel())] = value
+        weights.update()
+        completion(llm, before)
+        model.load_state_dict(good)
+        weights.update()
+        assert list(completion(llm, after).token_ids) == expected(model, after)

@@ -141,7 +141,8 @@ def test_a_server_that_was_restarted_gets_the_channel_again(folder, model, log):
                 assert answer["weight_versions"][0]["version"] == str(version)
 
 
-def test_a_server_without_the_routes_is_told_how_to_have_them(model):
+def test_a_server_without_the_routes_is_told_how_to_have_them(model, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which gets no call, nor its secret
     with without_routes() as address, WeightChannel.create(model) as channel:
         weights = EngineWeights(channel, address)
         with pytest.raises(RuntimeError, match="VLLM_SERVER_DEV_MODE=1"):

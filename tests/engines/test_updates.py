@@ -28,7 +28,7 @@ class Engine:
         self.paused = False
         self.weights = self.named = self.keys = "default"
         self.leased = self.stays = None
-        self.held = False
+        self.held = self.left = False
 
     def answers_rightly(self):
         return self.weights == self.named and self.keys in (None, self.weights)
@@ -82,11 +82,13 @@ class Engine:
             await self.called(lambda: self.load(str(version)), lambda: self.load("half"))
         elif message.get("over"):
             await self.called(lambda: setattr(self, "held", False))
+        elif message.get("left"):
+            await self.called(lambda: setattr(self, "left", True))
         else:
             await self.called(lambda: setattr(self, "stays", message["stays"]))
 
     def lease(self, version):
-        self.leased, self.held, self.stays = version, True, None
+        self.leased, self.held, self.left, self.stays = version, True, False, None
 
     def load(self, weights):
         assert self.paused
@@ -171,6 +173,19 @@ def test_one_that_fails_twice_stays_paused_until_an_update_succeeds():
         updates_of(engine).load(4)
     assert engine.paused
     assert updates_of(engine).load(5) == 5
+    assert not engine.paused
+
+
+@pytest.mark.parametrize("failing", [(LOAD, LOAD + 4), (4, 5)], ids=["loading", "resuming"])
+def test_one_that_is_interrupted_twice_is_left_to_the_server(failing):
+    engine = Engine(failing, error=KeyboardInterrupt)
+    updates = updates_of(engine)
+    with pytest.raises(KeyboardInterrupt):
+        updates.load(3)
+    assert engine.left
+    assert engine.paused
+    assert engine.held
+    assert updates.load(4) == 4
     assert not engine.paused
 
 

@@ -67,7 +67,7 @@ def config_of(kind: str, **options: Any) -> Any:
         return transformers.MambaConfig(
             vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, **options
         )
-    return transformers.AutoConfig.for_model(kind, **{**_SIZES, **PACKING[kind], **options})
+    return transformers.AutoConfig.for_model(kind, **{**_SIZES, **PACKING.get(kind, {}), **options})
 
 
 def model_of(kind: str, attention: str | None = None, **options: Any) -> Any:

@@ -140,10 +140,6 @@ class WeightReader:
         """Raise ``RuntimeError`` if this is closed, or was opened by a parent of this process."""
         self._end.require_open()
 
-    def is_publisher_dead(self) -> bool:
-        """Whether the publisher has ended without closing the channel."""
-        return self._end.publisher() == _host.PublisherState.dead
-
     def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Wait until ``version`` or a later one is published, and return the newest.
 

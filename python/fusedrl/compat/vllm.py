@@ -135,13 +135,22 @@ def started_layer(
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
-    bare = dict(layer.named_parameters(recurse=False))
+    bare = list(layer.parameters(recurse=False))
+    # A layer may have a parameter of another one, by whose name it is loaded: a router's bias.
+    places = [
+        (module, name, index)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        for index, own in enumerate(bare)
+        if parameter is own
+    ]
     try:
         with torch.no_grad(), configured(vllm_config):
             with device:
                 record_metadata_for_reloading(layer)
-                for name, parameter in bare.items():
-                    layer.register_parameter(name, materialize_meta_tensor(parameter))
+                made = list(map(materialize_meta_tensor, bare))
+            for module, name, index in places:
+                module.register_parameter(name, made[index])
             model.load_weights(weights())
             method: Any = getattr(layer, "quant_method", None)
             if isinstance(method, QuantizeMethodBase):
@@ -151,8 +160,8 @@ def started_layer(
     finally:
         for name in dict(layer.named_parameters(recurse=False)):
             delattr(layer, name)
-        for name, parameter in bare.items():
-            layer.register_parameter(name, parameter)
+        for module, name, index in places:
+            module.register_parameter(name, bare[index])
 
 
 def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:

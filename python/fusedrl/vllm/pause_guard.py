@@ -1,15 +1,15 @@
-"""Brings an update of a server to its end if the trainer ends in its middle."""
+"""Brings an update of a server to its end if the trainer ends in its middle, or leaves it."""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import threading
 import time
-import urllib.request
-from collections.abc import Callable
 from typing import Any
 
-from fusedrl.vllm.engines import Server
+from fusedrl.vllm.engines import DIRECTLY, Server
 from fusedrl.vllm.updates import bring, pause, run_calls
 
 # Seconds between two looks at whether the trainer lives.
@@ -26,26 +26,26 @@ logger = logging.getLogger("fusedrl")
 class PauseGuard:
     """Watches a trainer from a worker of the server that it updates.
 
+    It watches the process: a trainer that has closed its channel may update the server still.
+
     Args:
         server: the address of the server.
         address: the fields of the channel's address.
         version: that the workers have leased.
-        is_dead: whether the trainer has ended without saying so.
 
     Attributes:
         stays: whether the server stays paused after the update; ``None`` as long as the trainer has
             not paused it.
+        left: whether the trainer, which runs on, has left the update to this.
     """
 
-    def __init__(
-        self, server: str, address: dict[str, Any], version: int, is_dead: Callable[[], bool]
-    ) -> None:
+    def __init__(self, server: str, address: dict[str, Any], version: int) -> None:
         self.session: str = address["session"]
         self.stays: bool | None = None
+        self.left = False
         self._server = Server(server, timeout=60.0)
         self._address = address
         self._version = version
-        self._is_dead = is_dead
         self._over = threading.Event()
         threading.Thread(target=self._watch, name="fusedrl-pause-guard", daemon=True).start()
 
@@ -59,18 +59,35 @@ class PauseGuard:
         self._over.set()
 
     def _watch(self) -> None:
-        while not self._over.wait(_LOOK):
-            if self._is_dead():
+        try:
+            if self._trainer_has_gone():
                 time.sleep(_SETTLED)
                 self._recover()
-                self._over.set()
+        finally:
+            self._over.set()
+
+    def _trainer_has_gone(self) -> bool:
+        """Wait until it ends or leaves the update; ``False`` if the update is over before that."""
+        try:
+            process = os.pidfd_open(self._address["pid"])
+        except ProcessLookupError:
+            return True
+        try:
+            ended = select.poll()
+            ended.register(process)
+            while not self._over.wait(_LOOK):
+                if self.left or ended.poll(0):
+                    return True
+            return False
+        finally:
+            os.close(process)
 
     def _recover(self) -> None:
         for _ in range(_TRIES):
             try:
                 return run_calls(self._go_on())
             except Exception:
-                logger.exception("update: its trainer has ended, and the engine is paused still")
+                logger.exception("update: its trainer has gone, and the engine is paused still")
             time.sleep(_LOOK)
 
     async def _go_on(self) -> None:
@@ -79,14 +96,14 @@ class PauseGuard:
             return
         await pause(server, "keep")
         await bring(server, self._address, self._version, self.stays)
-        logger.warning("update: its trainer has ended, the engine goes on with %s", self._version)
+        logger.warning("update: its trainer has gone, the engine goes on with %s", self._version)
 
 
 def check_reachable(address: str) -> None:
     """Raise ``RuntimeError`` unless this process can call a server."""
     try:
         # The engine need not answer this call, and is busy with the one that comes here.
-        with urllib.request.urlopen(f"{address}/version", timeout=_REACHED):
+        with DIRECTLY.open(f"{address}/version", timeout=_REACHED):
             pass
     except OSError as error:
         raise RuntimeError(

@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -45,6 +48,7 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
         stays: whether a server, which is paused next, stays paused after the update.
         load: the version that is leased, to load it.
         over: the update has ended.
+        left: the trainer cannot end the update of a server, which its worker has to do.
     """
 
     pid: int
@@ -56,6 +60,7 @@ class ChannelMessage(WeightTransferInitInfo, WeightTransferUpdateInfo):
     stays: bool | None = None
     load: int | None = None
     over: bool = False
+    left: bool = False
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMessage]):
@@ -97,8 +102,10 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             self._load(init_info.session, init_info.load)
         elif init_info.over:
             self._end(init_info.session)
-        elif init_info.stays is None:
+        elif init_info.stays is None and not init_info.left:
             self._open(init_info)
+        elif self._guard is not None and init_info.left:
+            self._guard.left = True
         elif self._guard is not None:
             self._guard.stays = init_info.stays
 
@@ -128,7 +135,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         ranks, guard = Ranks.of_this_process(), self._guard
 
         def check() -> bool:
-            if guard is not None and guard.is_watching and guard.session != address.session:
+            mine = guard is None or (guard.session == address.session and not guard.left)
+            if guard is not None and guard.is_watching and not mine:
                 raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
             if address.server is not None and ranks.rank == 0:
                 check_reachable(address.server)
@@ -160,7 +168,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
         self._lease = taken
         if address.server is not None and ranks.rank == 0:
             fields = {name: getattr(address, name) for name in ("pid", "fd", "session")}
-            self._guard = PauseGuard(address.server, fields, version, reader.is_publisher_dead)
+            self._guard = PauseGuard(address.server, fields, version)
 
     def _is_read(self, session: str) -> bool:
         return self._reader is not None and self._reader.session == session
@@ -181,7 +189,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[ChannelMessage, ChannelMe
             _refuse_to_run(self.model, f"another worker has not loaded version {version}")
             try:
                 weights.load(lease.views)
-                _clear(self.vllm_config)
+                clear_caches(self.vllm_config)
                 if self.device.type != "cpu":
                     torch.accelerator.synchronize(self.device)
             except Exception as error:
@@ -252,17 +260,34 @@ def check_connectors(vllm_config: Any) -> None:
 
 
 @torch.no_grad()
-def _clear(vllm_config: Any) -> None:
-    """Zero the caches of keys and values in which something is not finite.
+def clear_caches(vllm_config: Any) -> None:
+    """Zero the caches of keys and values, as those of weights that overflow may be NaN.
 
     vLLM gives their blocks to other requests as they are, and masks what is behind the end of a
     request by a factor of zero, which does not hide NaN.
     """
-    for cache in key_value_caches(vllm_config):
-        # Sums, as booleans would take memory. In a wider dtype than the cache's they take a CPU far
-        # longer, and one that overflows does no harm. Single bytes cannot be added.
-        if cache.itemsize == 1 or not cache.sum().isfinite():
-            cache.zero_()
+    caches = list(key_value_caches(vllm_config))
+    for memory in {cache.untyped_storage().data_ptr(): cache for cache in caches}.values():
+        data = memory.new_empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        # A connector may have told a network card where the memory's pages are.
+        if vllm_config.kv_transfer_config is not None or not _pages_given_back(data):
+            data.zero_()
+
+
+def _pages_given_back(data: Tensor) -> bool:
+    """Zero private memory of a CPU in the time that its used part takes; ``False`` if it cannot.
+
+    Linux makes new pages of zeros where memory is touched whose pages were given back.
+    """
+    begin = -data.data_ptr() % mmap.PAGESIZE
+    count = (data.numel() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    is_private = data.device.type == "cpu" and not data.is_shared()
+    if not is_private or count <= 0 or sys.platform != "linux":
+        return False
+    data[:begin].zero_()
+    data[begin + count :].zero_()
+    pages = ctypes.c_void_p(data.data_ptr() + begin), ctypes.c_size_t(count)
+    return ctypes.CDLL(None).madvise(*pages, mmap.MADV_DONTNEED) == 0
 
 
 def _refuse_to_run(model: nn.Module, reason: str) -> None:

@@ -171,7 +171,7 @@ class Updates:
                 await pause(engine, "keep")
                 await bring(engine, self._address, version, stays)
             except BaseException as again:
-                await self._stop(stays)
+                await self._stop(stays, over=isinstance(again, Exception))
                 if isinstance(again, Exception):
                     raise RuntimeError(
                         f"engine: expected to load version {version} at the second try, got "
@@ -190,7 +190,7 @@ class Updates:
         self.version, self._left_paused = version, False
         await self._leave(resumes=False)
 
-    async def _stop(self, stays: bool) -> None:
+    async def _stop(self, stays: bool, over: bool) -> None:
         """Let nothing be taken for the answer of a version, after two tries to load one."""
         engine = self._engine
         self._left_paused = not stays
@@ -199,17 +199,22 @@ class Updates:
             if not engine.requests_wait:
                 # A model with parts of two versions answers none of them.
                 await engine.ask(engine.resume)
-        await self._leave(resumes=False)
+        await self._leave(resumes=False, over=over)
 
-    async def _leave(self, resumes: bool) -> None:
-        """Say that an update is over; an engine that does not hear it hears the next one."""
+    async def _leave(self, resumes: bool, over: bool = True) -> None:
+        """Say that an update is over; an engine that does not hear it hears the next one.
+
+        If it is not, because it was interrupted, a server has to bring it to its end.
+        """
         try:
             if resumes:
                 await self._engine.ask(self._engine.resume)
         except BaseException:
             self._left_paused = True
+            over = False
+        left = not over and self._engine.address is not None
         with contextlib.suppress(BaseException):
-            await self._tell(over=True)
+            await self._tell(**({"left": True} if left else {"over": True}))
 
     async def _tell(self, **message: Any) -> None:
         # The address is sent each time, as the engine may have been restarted, or read another one.
