@@ -66,7 +66,8 @@ def read_records(chats: str | Path) -> Records:
             readers = [(n, lambda row=row: row) for n, row in enumerate(elements, start=1)]
         else:
             form, lines = "JSON lines", enumerate(io.BytesIO(content), start=1)
-            readers = [(n, partial(_parsed, line)) for n, line in lines if line.strip()]
+            written = (pair for pair in lines if pair[1].removeprefix(codecs.BOM_UTF8).strip())
+            readers = [(n, partial(_parsed, line)) for n, line in written]
     except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
         raise ScoreError(
             f"chats: cannot read {name}: {reason(error)}; check the path, or write the file again"
