@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 Message = Mapping[str, Any]
-_SAID = "fusedrl"
-_PROBE = {"role": "assistant", "content": _SAID}  # in the place of a turn, to see its header
+_PROBE = {"role": "assistant", "content": "fusedrl"}  # in the place of a turn: see its header
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Transformers has one compiled template for all threads, which notes the markers of one rendering.
@@ -206,7 +205,7 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
     if not said[closing:].strip():
         said = said[:closing]
     if prompt == renderer.text(before):
-        header = renderer.text([*before, _PROBE])[len(prompt) :].partition(_SAID)[0]
+        header = renderer.text([*before, _PROBE])[len(prompt) :].partition(_PROBE["content"])[0]
         if header.strip():
             raise Unknown(
                 f"{where}: the chat template ignores add_generation_prompt and does not open the "

@@ -10,7 +10,6 @@ slow and right.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -40,7 +39,7 @@ logger = logging.getLogger("fusedrl")
 # said to do so if they do with the tokens from each of these ids.
 FIRST_IDS = 0, 13
 DRAWS = "its forward draws random numbers, as for noise"
-RATES = re.compile("drop|jitter|noise", re.IGNORECASE)  # names of how much is random
+RATES = "drop", "jitter", "noise"  # in names of how much is random
 KEPT = 8  # verdicts on a model that alternates between states, such as training and evaluation
 
 
@@ -115,9 +114,9 @@ def capabilities_of(
 
 
 def _allowed(parts: Parts | None, below: int | None, verdict: Verdict) -> Capabilities:
-    parts = parts if verdict.agrees else None
-    shares = verdict.agrees and verdict.shares
-    return Capabilities(parts, verdict.agrees, below, verdict.autocast, shares)
+    same = verdict.agrees
+    parts = parts if same else None
+    return Capabilities(parts, same, below, verdict.autocast, same and verdict.shares)
 
 
 def _look_at(
@@ -212,5 +211,7 @@ def _drops(module: nn.Module) -> bool:
     kinds = " ".join(kind.__name__ for kind in type(module).__mro__)
     config = getattr(getattr(module, "config", None), "__dict__", {})
     named = [(kinds + name, x) for name, x in vars(module).items()]
-    rates = [x for name, x in (*named, *config.items()) if RATES.search(name)]
+    rates = [
+        x for name, x in (*named, *config.items()) if any(word in name.lower() for word in RATES)
+    ]
     return any(type(x) in (int, float) and x > 0 for x in rates)
