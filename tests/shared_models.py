@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from watching import Watch
 
 from fusedrl.models import causal_log_probs
 from fusedrl.models import ranks as protocol
@@ -212,7 +213,8 @@ def rows_of_one_rank(way: str) -> int:
     ids[0, :, :32] = ids[0, 0, :32]
     embeddings = next(module for module in model.modules() if isinstance(module, nn.Embedding))
     counts: list[int] = []
-    embeddings.register_forward_hook(lambda module, args, output: counts.append(args[0].numel()))
+    watch = Watch(lambda module, args, output: counts.append(args[0].numel()))
+    embeddings.register_forward_hook(watch)
 
     def loss(model: Any, rows: Tensor) -> Tensor:
         mask = torch.ones_like(rows)
@@ -316,7 +318,7 @@ def errors_within(way: str, place: str) -> list[str]:
         if failing:
             raise torch.OutOfMemoryError("no room for a layer")
 
-    getattr(model, "module", model).model.layers[1].register_forward_pre_hook(fails_in_layer)
+    getattr(model, "module", model).model.layers[1].register_forward_pre_hook(Watch(fails_in_layer))
     data = data_of(0, ranks)
     causal_log_probs(model, *data[rank])
     found, plain = [], module.linear_token_log_probs

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 Message = Mapping[str, Any]
+_PROBE = {"role": "assistant", "content": "fusedrl"}  # in the place of a turn: see its header
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Transformers has one compiled template for all threads, which notes the markers of one rendering.
@@ -163,6 +164,8 @@ def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
         tensor([-1, -1,  0,  0])
     """
     first, last = covering(offsets).unbind(1)
+    # White space without a token may end a span, and the next token spells none of that.
+    first = torch.where(offsets[:, 0] < offsets[:, 1], offsets[:, 0], first)
     found = torch.full_like(last, -1)
     for number, (start, end) in enumerate(spans):
         if start < end:
@@ -184,9 +187,13 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
     if turn == 0:
         raise Unknown(f"{where}: no message prompts the first turn")
     before = messages[:turn]
-    prompt = renderer.text(before, prompt=True)
-    content = (messages[turn].get("content") or "").strip()
-    said = _said(prompt, renderer.text(messages[: turn + 1]), text, content)
+    prompt, rendered = renderer.text(before, prompt=True), renderer.text(messages[: turn + 1])
+    if not rendered.startswith(prompt):
+        raise Unknown(
+            f"{where}: the chat template renders this turn without its generation prompt, which "
+            f"ends in {prompt[-24:]!r}, so where the turn begins is not known"
+        )
+    said = _said(prompt, rendered, text, _text_of(messages[turn].get("content")))
     if said is None:
         raise Unknown(
             f"{where}: the chat template renders this turn differently once later messages follow, "
@@ -197,14 +204,21 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
     closing = max((said.rfind(s) + len(s) for s in specials if s in said), default=len(said))
     if not said[closing:].strip():
         said = said[:closing]
-    # After a generation prompt, a special token is the first one that the model has to emit.
-    opens = any(said != s and said.startswith(s) for s in specials)
-    if opens and prompt == renderer.text(before):
-        raise Unknown(
-            f"{where}: the chat template ignores add_generation_prompt and the turn opens with a "
-            "special token, so where its header ends is not known"
-        )
+    if prompt == renderer.text(before):
+        header = renderer.text([*before, _PROBE])[len(prompt) :].partition(_PROBE["content"])[0]
+        if header.strip():
+            raise Unknown(
+                f"{where}: the chat template ignores add_generation_prompt and does not open the "
+                "turn with what is said, so where its header ends is not known"
+            )
     return Span(len(prompt), len(prompt) + len(said))
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message, which may be in parts."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(part.get("text") or "" for part in content)
+    return (content or "").strip()
 
 
 def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
@@ -213,7 +227,7 @@ def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
     Some templates put an empty reasoning block before the last turn only. What was said is then the
     turn without that block. ``None`` if anything else differs.
     """
-    if not (turn.startswith(prompt) and text.startswith(prompt)):
+    if not text.startswith(prompt):
         return None
     said, rest = turn[len(prompt) :], text[len(prompt) :]
     last = max(said.rfind(content), 0) if content else 0

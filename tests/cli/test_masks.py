@@ -131,15 +131,19 @@ def test_an_empty_reasoning_block_in_the_last_turn_only(tokenizer):
     assert turns == {1: "b<|im_end|>", 3: "<think>\n\n</think>\n\nd<|im_end|>"}
 
 
+PLAIN = "{%- for m in messages -%}{{ m.role | upper + ': ' + m.content + '\\n' }}{%- endfor -%}"
 USERS = "{%- for m in messages if m.role == 'user' -%}{{ m.content }}{%- endfor -%}"
 THOUGHTS = [("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")]
 REFUSED = {
     "reasoning that is dropped": (REASONING, THOUGHTS, r"messages\[1\].*--chat-template FILE"),
     "no generation prompt": (HEADERLESS_PROMPT, [("assistant", "b")], "ignores add_generation_pr"),
-    "a special token first": (
-        without_markers(BRACKETS).replace("' ' + ", ""),
-        [("assistant", "<|im_start|>x")],
-        "the turn opens with a special token",
+    "a header in plain text": (PLAIN, [("assistant", "b")], "ignores add_generation_prompt"),
+    "a header in plain text alone": (PLAIN, [("assistant", "")], "ignores add_generation_prompt"),
+    "a header that is said": (PLAIN, [("assistant", "ASSISTANT")], "ignores add_generation_prompt"),
+    "a prompt that opens a thought": (
+        without_markers(CHATML).replace("assistant\n'", "assistant\n<think>\n'"),
+        [("assistant", "b")],
+        "without its generation prompt, which ends in .*<think>",
     ),
     "a refusal": ("{{ raise_exception('alternate') }}", [("assistant", "b")], "alternate"),
     "markers around users": (

@@ -58,6 +58,7 @@ def test_the_figures_of_a_batch_are_one_flat_dictionary(chat_env, collect, greed
     assert turn_metrics(ragged, prefix="") == {"count": 2, "reward": 1}
     with pytest.raises(ValueError, match="track_policy_version"):
         turn_metrics(ragged, 1)
+    assert turn_metrics(batch.reshape(-1)[:0], 1) == {"turns/count": 0}
 
 
 def logged(collector: LLMCollector, caplog: Any) -> list[str]:

@@ -27,6 +27,7 @@ from trl_losses import (
     grpo,
     said,
 )
+from watching import Watch
 
 import fusedrl
 
@@ -55,11 +56,12 @@ def embedded():
     """How many tokens each call of a decoder embeds that may learn from it, and each other one."""
     counts = {True: [], False: []}
 
+    def count(module, args, output):
+        counts[torch.is_grad_enabled()].append(args[0].numel())
+
     def counting(trainer):
         for model in filter(None, (trainer.model, trainer.ref_model)):
-            model.get_input_embeddings().register_forward_hook(
-                lambda module, args, output: counts[torch.is_grad_enabled()].append(args[0].numel())
-            )
+            model.get_input_embeddings().register_forward_hook(Watch(count))
         return trainer
 
     counting.counts = counts

@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.neftune import neftune_post_forward_hook
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fusedrl.models import WithoutAdapters, capabilities, causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
 
 from .test_log_probs import LENGTHS, MASK, TOKENS, close
-from .tiny import definition, model_of
+from .tiny import config_of, definition, model_of
 
 
 def check(model, splits=True, together=True):
@@ -77,6 +79,10 @@ def temperature(model):
     model.divisor = nn.Parameter(torch.ones(()))
 
 
+def attention_of_somebody_else(model):
+    AttentionInterface.register("sdpa", lambda *args, **options: sdpa(*args, **options))
+
+
 NOT_TAKEN_APART = {
     "subclass": lambda model: on_class(model, late),
     "subclass of the decoder": lambda model: on_class(model.model, late),
@@ -88,6 +94,7 @@ NOT_TAKEN_APART = {
     "buffer": lambda model: model.register_buffer("divisor", torch.ones(())),
     "hook": lambda model: model.register_forward_hook(lambda *_: None),
     "hook of the head": lambda model: model.lm_head.register_forward_hook(lambda *_: None),
+    "attention of somebody else": attention_of_somebody_else,
     "attention": lambda model: setattr(model.config, "_attn_implementation", "unknown"),
 }
 
@@ -97,7 +104,8 @@ NOT_TAKEN_APART = {
 def test_what_is_not_listed_is_asked_for_its_logits(what, when, monkeypatch):
     """No comparison shows all of it, and it may come after one."""
     for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        monkeypatch.setitem(table._global_mapping, "unknown", table["sdpa"])
+        for name in ("unknown", "sdpa"):  # and as it is afterwards
+            monkeypatch.setitem(table._global_mapping, name, table["sdpa"])
     model = model_of("llama")
     if when == "after":
         check(model)
@@ -171,6 +179,66 @@ def test_a_layer_of_somebody_else_is_not_known_although_it_does_nothing_yet():
     for gate in gates:
         gate.data.fill_(1.0)
     check(model, splits=False, together=False)
+
+
+def test_a_hook_of_somebody_else_is_not_known_although_it_does_nothing_yet():
+    """It may look at what it reads, or begin behind the tokens of a comparison."""
+    model = model_of("llama")
+    check(model)
+    steers = []
+
+    def steer(module, args, states):
+        beyond = (torch.arange(states.shape[1]) >= 20)[:, None]
+        return torch.where(beyond, 2 * states, states) if steers else None
+
+    hook = model.model.layers[0].register_forward_hook(steer)
+    check(model, splits=False, together=False)
+    steers.append(1)
+    check(model, splits=False, together=False)
+    hook.remove()
+    check(model)
+
+
+def another_rotation(model):
+    config = config_of("llama")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+
+
+def seeing_all(model):
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+
+
+@pytest.mark.parametrize("change", [another_rotation, seeing_all])
+def test_what_a_layer_has_is_compared_anew_once_it_has_another(change):
+    model = model_of("llama")
+    check(model)
+    change(model)
+    check(model, splits=False, together=False)
+
+
+def noise_of_neftune(model):
+    model.get_input_embeddings().neftune_noise_alpha = 1e-3
+    model.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+
+
+def noise_of_router(model):
+    for layer in model.model.layers:
+        layer.mlp.jitter_noise = 1e-6
+
+
+@pytest.mark.parametrize("noise", [noise_of_neftune, noise_of_router])
+def test_noise_counts_however_small_it_is(noise, caplog, monkeypatch):
+    """It would be drawn once for a token that sequences share, or for a row."""
+    monkeypatch.setattr(capabilities, "_warned", set())
+    model = model_of("mixtral").train()
+    noise(model)
+    found = capabilities_of(model)
+    assert (found.parts, found.together, found.shares) == (None, False, False)
+    (record,) = caplog.records
+    assert "MixtralForCausalLM: its forward draws random numbers" in record.getMessage()
+    assert capabilities_of(model.eval()).parts is not None
 
 
 def gated(gate, forward):
@@ -365,14 +433,17 @@ def test_a_slower_way_is_logged_once(caplog, monkeypatch):
     for _ in range(2):
         for kind in ("opt", "llama"):
             causal_log_probs(model_of(kind), TOKENS, LENGTHS)
-        model = model_of("llama")
-        leak_by_hook(model.model.layers[1])
-        causal_log_probs(model, TOKENS, LENGTHS)
+        for change in (seeing_all, lambda model: leak_by_hook(model.model.layers[1])):
+            model = model_of("llama")
+            change(model)
+            causal_log_probs(model, TOKENS, LENGTHS)
     assert [record.getMessage() for record in caplog.records] == [
         "OPTForCausalLM: its type opt with the attention sdpa is not one of the tested; its "
         "log-probs are computed from all its logits",
         "LlamaForCausalLM: its decoder and head do not compute its own logits in a row of several "
         "sequences; its log-probs are computed from all its logits",
+        "LlamaForCausalLM: a hook of its LlamaDecoderLayer is not its library's; its log-probs are "
+        "computed from all its logits",
     ]
 
 

@@ -23,9 +23,12 @@ def asked_for_logits():
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"lengths": [N + 3, -3]}, RuntimeError, "only non-negative entries"),
-        ({"lengths": [float(N)]}, TypeError, "'float' object cannot be interpreted as an integer"),
-        ({"lengths": N}, TypeError, "'int' object is not iterable"),
+        ({"lengths": [N + 3, -3]}, ValueError, "lengths: expected numbers of tokens, got -3"),
+        ({"lengths": [float(N)]}, TypeError, r"lengths: expected integers, .*, got \[55.0\]"),
+        ({"lengths": N}, TypeError, "lengths: expected integers, one for each sequence, got 55"),
+        ({"tokens": TOKENS.tolist()}, TypeError, r"tokens: expected a plain tensor .*, got list"),
+        ({"tokens": torch.nested.as_nested_tensor([TOKENS])}, TypeError, "tokens: expected a pl"),
+        ({"mask": MASK.numpy()}, TypeError, "mask: expected a plain tensor .*, got ndarray"),
         ({"lengths": [N - 1]}, ValueError, r"tokens: expected \[54\] integers, as many as"),
         ({"tokens": TOKENS > 3}, ValueError, r"tokens: expected \[55\] integers"),
         ({"tokens": TOKENS[None]}, ValueError, r"tokens: .*got \(1, 55\) of torch.int64"),
@@ -40,8 +43,8 @@ def test_arguments_that_do_not_fit_are_refused(changed, error, message):
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, numpy.array, iter])
-def test_lengths_may_be_any_integers(kind):
-    out = causal_log_probs(model_of("llama"), TOKENS, kind(LENGTHS)).log_probs
+def test_lengths_and_tokens_may_be_any_integers(kind):
+    out = causal_log_probs(model_of("llama"), TOKENS.to(torch.uint8), kind(LENGTHS)).log_probs
     close(out, definition(model_of("llama"), TOKENS, LENGTHS, None))
 
 

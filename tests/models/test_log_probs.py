@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from watching import Watch
 
 from fusedrl.models import capabilities, causal_log_probs, log_probs
 from fusedrl.models.divergences import causal_divergences
@@ -84,7 +85,7 @@ def test_gradients_are_those_of_each_sequence_alone(kind):
 def test_nothing_behind_the_last_kept_token_is_computed():
     model = model_of("llama")
     seen = []
-    model.model.embed_tokens.register_forward_hook(lambda _, args, out: seen.append(args[0]))
+    model.model.embed_tokens.register_forward_hook(Watch(lambda _, args, out: seen.append(args[0])))
     causal_log_probs(model, TOKENS, LENGTHS)  # the comparison
     seen.clear()
     mask = torch.zeros(N, dtype=torch.bool)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.nn.utils.rnn import pad_sequence
+from watching import Watch
 
 from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.shared_rows import sharing_prefixes
@@ -143,9 +144,8 @@ def test_other_calls_are_left_alone(call):
     model = model_of("llama")
     batch = OTHER_CALLS[call](groups())
     seen = []
-    model.get_decoder().layers[0].register_forward_hook(
-        lambda module, args, output: seen.append(args[0].shape[:2])
-    )
+    watch = Watch(lambda module, args, output: seen.append(args[0].shape[:2]))
+    model.get_decoder().layers[0].register_forward_hook(watch)
     theirs = model.get_decoder()(**batch).last_hidden_state
     with sharing_prefixes(model):
         ours = model.get_decoder()(**batch).last_hidden_state
@@ -211,7 +211,7 @@ def test_an_error_leaves_nothing_behind():
     def fails(*_):
         raise KeyboardInterrupt
 
-    hook = model.get_decoder().layers[0].register_forward_hook(fails)
+    hook = model.get_decoder().layers[0].register_forward_hook(Watch(fails))
     with pytest.raises(KeyboardInterrupt), sharing_prefixes(model):
         states_of(model, batch)
     hook.remove()

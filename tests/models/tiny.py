@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from watching import Watch
 
 from fusedrl.models.capabilities import capabilities_of
 
@@ -99,7 +100,8 @@ def counted(model: Any) -> list[int]:
     """How many tokens each call of a model embeds from now on, after its comparison."""
     counts: list[int] = []
     inputs = model.get_input_embeddings()
-    inputs.register_forward_hook(lambda module, args, output: counts.append(args[0].numel()))
+    watch = Watch(lambda module, args, output: counts.append(args[0].numel()))
+    inputs.register_forward_hook(watch)
     capabilities_of(model)
     counts.clear()
     return counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from chat_templates import (
     BRACKETS,
     CHANNEL,
@@ -21,6 +22,7 @@ from torchrl.data.llm.history import _CHAT_TEMPLATES
 from torchrl.modules.llm.policies import ChatHistory
 
 from fusedrl import RetrieveKL, RetrieveLogProb
+from fusedrl.assistant_tokens import Span, tokens_in
 
 from .dialogs import rows
 
@@ -30,7 +32,7 @@ from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 def chat(*messages: tuple[str, str]) -> Messages:
@@ -104,6 +106,27 @@ def test_score_and_the_transforms_count_the_same_tokens(policy, tokenizer, templ
     batch = transform.read(data_of(messages))
     assert batch.tokens.tolist() == expected.token_ids
     assert batch.mask.tolist() == [turn >= 0 for turn in expected.turns]
+
+
+def test_content_may_be_in_parts(policy):
+    """As the templates of models with images have it."""
+    joined = "(message.content | map(attribute='text') | join)"
+    template = without_markers(CHATML).replace("message.content", joined)
+    turn = CHATS["one turn"]
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in turn]
+    whole, split = (
+        RetrieveLogProb(policy(chat_template=made)).read(data_of(chat))
+        for made, chat in ((without_markers(CHATML), turn), (template, parts))
+    )
+    assert whole.tokens.tolist() == split.tokens.tolist()
+    assert whole.mask.tolist() == split.mask.tolist()
+
+
+def test_white_space_without_a_token_leaves_the_next_token_to_the_user():
+    """As a tokenizer of words leaves it out, at the end of a marked block."""
+    answer, header = (0, 4), (6, 10)
+    found = tokens_in([Span(0, 6)], torch.tensor([(0, 0), answer, header]))
+    assert found.tolist() == [-1, 0, -1]
 
 
 @pytest.mark.parametrize("name", ["chatml, marked", "chatml, unmarked", "trim, unmarked"])

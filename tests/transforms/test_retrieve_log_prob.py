@@ -10,6 +10,7 @@ import torch
 from accuracy import product_rounding
 from torchrl.envs.llm.transforms import RetrieveLogProb as TorchrlRetrieveLogProb
 from torchrl.modules.llm import TransformersWrapper
+from watching import Watch
 
 from fusedrl import RetrieveLogProb
 
@@ -162,9 +163,8 @@ def test_a_bound_of_a_forward_does_not_change_the_answer(wrap, policy, policy_mo
     expected = rows(RetrieveLogProb(policy())(conversations()), KEY)
     sizes = []
     model = copy.deepcopy(policy_model)
-    model.get_input_embeddings().register_forward_hook(
-        lambda module, args, output: sizes.append(args[0].numel())
-    )
+    watch = Watch(lambda module, args, output: sizes.append(args[0].numel()))
+    model.get_input_embeddings().register_forward_hook(watch)
     bounded = RetrieveLogProb(wrap(model, "gen_log_probs"), max_tokens_per_forward=limit)
     bounded(conversations())  # the first call compares
     sizes.clear()

@@ -106,6 +106,8 @@ def turn_metrics(
         >>> turn_metrics(batch, newest=5)
         {'turns/count': 2.0, 'turns/reward': 0.75, 'turns/version': 3.0, 'turns/staleness': 2.0}
     """
+    if not batch.batch_size.numel():
+        return {f"{prefix}count": 0.0}
     flat: Any = batch.reshape(-1)
     figures: dict[str, float] = {"count": flat.shape[0]}
     tokens = response_tokens(flat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -186,9 +186,9 @@ def has_hooks(module: nn.Module) -> bool:
     return any(not _of_ranks(hook) for kind in hooks for hook in kind.values())
 
 
-def hooks_of(module: nn.Module) -> list[int]:
-    """The numbers of the hooks that run at a module's call, which no other hook ever has."""
-    return [number for name in _FORWARD_HOOKS for number in getattr(module, name)]
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """The hooks before and behind a module's call, by numbers that no other hook ever has."""
+    return module._forward_pre_hooks, module._forward_hooks
 
 
 def _of_ranks(hook: Any) -> bool:

@@ -21,6 +21,15 @@ def has_reentrant_checkpoints(module: Any) -> bool:
     return bool(on and options.get("use_reentrant"))
 
 
+def attention_functions(config: Any) -> list[Any]:
+    """What computes that attention and its masks; ``None`` for what a model has by itself."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tables = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+    return [table.get(attention_of(config)) for table in tables]
+
+
 def in_checkpoint(config: Any) -> Callable[[str, Tensor], list[tuple[str, Tensor]]]:
     """What a checkpoint has of a weight of the configuration's model, such as one for each expert.
 

@@ -38,6 +38,8 @@ logger = logging.getLogger("fusedrl")
 # Rounding may send a token to other experts, which looks as if sequences in a row mixed. They are
 # said to do so if they do with the tokens from each of these ids.
 FIRST_IDS = 0, 13
+DRAWS = "its forward draws random numbers, as for noise"
+RATES = "drop", "jitter", "noise"  # in names of how much is random
 KEPT = 8  # verdicts on a model that alternates between states, such as training and evaluation
 
 
@@ -102,7 +104,8 @@ def capabilities_of(
         ids = vocabulary_of(model) or known_ids
         verdict = compare_batch(model, device_of(model), ids, kwargs or {})
         if verdict.telling and not verdict.agrees:
-            _warn(model, "sequences in a padded batch do not get the numbers of each alone")
+            why = "sequences in a padded batch do not get the numbers of each alone"
+            _warn(model, DRAWS if verdict.draws else why)
     else:
         verdict = _compared_parts(model, parts, below, step or Step(None))
     if verdict.telling:
@@ -111,8 +114,9 @@ def capabilities_of(
 
 
 def _allowed(parts: Parts | None, below: int | None, verdict: Verdict) -> Capabilities:
-    parts = parts if verdict.agrees else None
-    return Capabilities(parts, verdict.agrees, below, verdict.autocast, verdict.shares)
+    same = verdict.agrees
+    parts = parts if same else None
+    return Capabilities(parts, same, below, verdict.autocast, same and verdict.shares)
 
 
 def _look_at(
@@ -133,7 +137,7 @@ def _look_at(
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """The types, forwards, modes and hooks of a model and all in it, none of them kept alive.
+    """The modules of a model, their types, forwards, modes and hooks, none of them kept alive.
 
     A verdict holds while they, the configuration and autocast are as they were. What has to hold of
     the model around its decoder is looked at in each call (``split``), and the values of weights
@@ -142,10 +146,12 @@ def _state(model: nn.Module) -> list[Any]:
     modules = modules_of(model)
     kinds = dict.fromkeys(map(type, modules))
     found: list[Any] = [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
+    found += map(ref, modules)
     for module in modules:
-        own = vars(module).get("forward")
-        known = (ref(type(module)), module.training, own and ref(own), *hooks_of(module))
-        found.append(known)
+        known, (before, behind) = vars(module), hooks_of(module)
+        own = known.get("forward")
+        kind = ref(type(module)), own and ref(own), known.get("is_causal")
+        found.append((*kind, module.training, *before, *behind))
     return found
 
 
@@ -167,8 +173,9 @@ def _compared_parts(model: Any, parts: Parts, below: int | None, step: Step) -> 
         try:
             if stranger is None:
                 verdict = compare_parts(parts, below, first)
+                why = DRAWS if verdict.draws else why
             else:  # weights that are 0 at first would hide what it does
-                why = f"the forward of its {stranger} is not its library's"
+                why = f"{stranger} is not its library's"
         except Exception as error:  # which may not happen again
             verdict, why = Verdict(telling=False), f"trying it raised {error!r}"
         differs, _ = step.agree(tries=not verdict.agrees)
@@ -200,9 +207,11 @@ def may_share(model: nn.Module, parts: Parts) -> bool:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module in training sets values to 0 at random, as far as its names tell."""
+    """Whether a module in training changes values at random, as far as its names tell."""
     kinds = " ".join(kind.__name__ for kind in type(module).__mro__)
     config = getattr(getattr(module, "config", None), "__dict__", {})
     named = [(kinds + name, x) for name, x in vars(module).items()]
-    rates = [x for name, x in (*named, *config.items()) if "drop" in name.lower()]
+    rates = [
+        x for name, x in (*named, *config.items()) if any(word in name.lower() for word in RATES)
+    ]
     return any(type(x) in (int, float) and x > 0 for x in rates)

@@ -77,8 +77,22 @@ def check_sequences(
     tokens: Tensor, lengths: Any, mask: Tensor | None, max_tokens_per_forward: int | None
 ) -> list[int]:
     """The lengths as a list, if they fit the tokens and the mask."""
-    lengths = [index(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
-    if tokens.dim() != 1 or not _is_integer(tokens) or sum(lengths) != len(tokens):
+    for name, column in (("tokens", tokens), ("mask", tokens if mask is None else mask)):
+        if not isinstance(column, Tensor) or column.is_nested:
+            raise TypeError(
+                f"{name}: expected a plain tensor [N], got {type(column).__name__}; concatenate "
+                "the sequences with torch.cat"
+            )
+    try:
+        lengths = [index(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    except TypeError:
+        raise TypeError(
+            f"lengths: expected integers, one for each sequence, got {lengths!r}; pass a list"
+        ) from None
+    if any(n < 0 for n in lengths):
+        raise ValueError(f"lengths: expected numbers of tokens, got {min(lengths)}; 0 is the least")
+    other = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    if tokens.dim() != 1 or other or sum(lengths) != len(tokens):
         raise ValueError(
             f"tokens: expected [{sum(lengths)}] integers, as many as the lengths sum to, got "
             f"{tuple(tokens.shape)} of {tokens.dtype}; concatenate the sequences"
@@ -90,10 +104,6 @@ def check_sequences(
         )
     check_limit(max_tokens_per_forward)
     return lengths
-
-
-def _is_integer(tokens: Tensor) -> bool:
-    return not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
 
 
 def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:

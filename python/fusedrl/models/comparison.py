@@ -34,12 +34,14 @@ class Verdict(NamedTuple):
         autocast: the dtype of autocast in the model's forward, whoever enters it.
         shares: they do too if their row has their common beginning once.
         telling: there was something to compare: logits that are not all 0, nor NaN.
+        draws: the forward draws random numbers, other than for dropout.
     """
 
     agrees: bool = False
     autocast: torch.dtype | None = None
     shares: bool = False
     telling: bool = True
+    draws: bool = False
 
 
 def compare_parts(parts: Parts, below: int | None, first: int = 0) -> Verdict:
@@ -68,7 +70,9 @@ def compare_parts(parts: Parts, below: int | None, first: int = 0) -> Verdict:
 
     with _trial(device, parts) as trial:
         parts.within(compare, rows[0][None].to(device))
-    return found[0] if found else Verdict()
+        verdict = found[0] if found else Verdict()
+        # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
+        return verdict._replace(agrees=False, draws=True) if trial.draws() else verdict
 
 
 def _compare_parts(
@@ -131,7 +135,7 @@ def compare_batch(
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
         return _whole(model(ids, attention_mask=mask, **kwargs)["logits"])[:, -ids.shape[1] :]
 
-    with _trial(device):
+    with _trial(device) as trial:
         rows = _rows(vocabulary)
         try:
             alone = [ask([row]) for row in rows]
@@ -155,7 +159,7 @@ def compare_batch(
             return Verdict()
         pairs = zip(padded, alone, map(len, short), strict=True)
         same = all(_agree(ours[:n], theirs[0, :n], near) for ours, theirs, n in pairs)
-        return Verdict(same, telling=near > 0)
+        return Verdict(same, telling=near > 0, draws=trial.draws())
 
 
 def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
@@ -215,7 +219,12 @@ class _Seen(TorchFunctionMode):
     def __init__(self, parts: Parts | None) -> None:
         super().__init__()
         self._parts = parts
+        self._random = _random_states()
         self.autocasts: set[torch.dtype | None] = set()
+
+    def draws(self) -> bool:
+        """Whether random numbers were drawn so far."""
+        return _random_states() != self._random
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -231,6 +240,12 @@ class _Seen(TorchFunctionMode):
             if any(args[1] is weight for weight in ends):
                 self.autocasts.add(autocast_of(args[1].device))
         return func(*args, **kwargs)
+
+
+def _random_states() -> list[list[int]]:
+    """Those of all generators that modules draw from by default."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [state.tolist() for state in (torch.get_rng_state(), *on_gpus)]
 
 
 class _Uncompiled:

@@ -108,7 +108,7 @@ def planned(
         lengths = check_sequences(tokens, lengths, mask, max_tokens_per_forward)
         model, context = unwrapped(model)
         check_model(model)
-        tokens = tokens.cpu()
+        tokens = tokens.cpu().long()
         check_vocabulary(tokens, vocabulary_of(model))
         check_context(model, lengths)
         work = [row for row in scored_sequences(tokens, lengths, mask) if len(row.kept)]

@@ -20,11 +20,12 @@ from fusedrl.compat.torch import (
     children_of,
     class_of,
     has_hooks,
+    hooks_of,
     is_fully_sharded,
     parameters_of,
     uncompiled,
 )
-from fusedrl.compat.transformers import attention_of
+from fusedrl.compat.transformers import attention_functions, attention_of
 from fusedrl.models.as_forward import as_forward
 from fusedrl.models.without_adapters import WithoutAdapters
 
@@ -235,6 +236,8 @@ def split(model: Any) -> Parts:
         raise CannotSplit(
             f"its type {kind} with the attention {attention} is not one of the tested"
         )
+    if not all(map(_is_known, attention_functions(config))):
+        raise CannotSplit(f"the attention {attention} is not transformers' own")
     kind = class_of(head)
     if kind is not nn.Linear:
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -308,10 +311,12 @@ def _is_known(forward: Any, makers: frozenset[str] = MAKERS) -> bool:
 
 
 def foreign_in(decoder: nn.Module) -> str | None:
-    """The type of a module in a decoder whose forward no known maker has defined."""
+    """What no known maker has defined in a decoder: the forward or a hook of a module."""
     for module in modules_of(decoder):
-        if not _is_known(module.forward, MAKERS_OF_LAYERS):
-            return type(module).__name__
+        hooks = [hook for kind in hooks_of(module) for hook in kind.values()]
+        for what, functions in (("the forward", [module.forward]), ("a hook", hooks)):
+            if not all(_is_known(function, MAKERS_OF_LAYERS) for function in functions):
+                return f"{what} of its {type(module).__name__}"
     return None
 
 

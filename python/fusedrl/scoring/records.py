@@ -66,7 +66,8 @@ def read_records(chats: str | Path) -> Records:
             readers = [(n, lambda row=row: row) for n, row in enumerate(elements, start=1)]
         else:
             form, lines = "JSON lines", enumerate(io.BytesIO(content), start=1)
-            readers = [(n, partial(_parsed, line)) for n, line in lines if line.strip()]
+            bare = ((n, line.removeprefix(codecs.BOM_UTF8)) for n, line in lines)
+            readers = [(n, partial(_parsed, line)) for n, line in bare if line.strip()]
     except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
         raise ScoreError(
             f"chats: cannot read {name}: {reason(error)}; check the path, or write the file again"

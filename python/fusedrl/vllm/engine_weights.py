@@ -130,9 +130,10 @@ class EngineWeights:
         return self._load(self._newest)
 
     def _load(self, published: Callable[[], int]) -> int:
-        if self._updates is not None:
-            self._updates.check_synchronous()
         with self._updating:
+            if self._updates is not None:
+                with self.channel.collective():  # or other ranks would wait for this one
+                    self._updates.check_synchronous()
             version = published()
             with self.channel.collective():
                 loaded = None if self._updates is None else self._updates.load(version)
