@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,7 +44,7 @@ def test_as_transformers_has_it(seed, classes, temperature, top_k, top_p, min_p,
 def test_rows_of_whole_sequences():
     logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[True, True, False, True], [False, True, True, True]])
-    ids, offsets = sampling_support(logits, mask, top_k=3, shift=True)
+    ids, offsets = sampling_support(logits, mask, top_k=np.int64(3), shift=True)
     assert offsets.diff().tolist() == [0, 3, 0, 3, 0, 3, 3, 3]
     expected = logits[:, :-1].topk(3).indices.sort().values[mask[:, 1:]]
     assert torch.equal(ids.view(-1, 3), expected)

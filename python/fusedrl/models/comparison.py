@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.tensors import is_dtensor
+from fusedrl.compat.torch import DispatchMode
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.forwards import SHARING
 from fusedrl.models.prefix_tree import Part, laid_out, row_of
@@ -72,7 +73,7 @@ def compare_parts(parts: Parts, below: int | None, first: int = 0) -> Verdict:
         parts.within(compare, rows[0][None].to(device))
         verdict = found[0] if found else Verdict()
         # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
-        return verdict._replace(agrees=False, draws=True) if trial.draws() else verdict
+        return verdict._replace(agrees=False, draws=True) if trial.draws.found else verdict
 
 
 def _compare_parts(
@@ -159,7 +160,7 @@ def compare_batch(
             return Verdict()
         pairs = zip(padded, alone, map(len, short), strict=True)
         same = all(_agree(ours[:n], theirs[0, :n], near) for ours, theirs, n in pairs)
-        return Verdict(same, telling=near > 0, draws=trial.draws())
+        return Verdict(same, telling=near > 0, draws=trial.draws.found)
 
 
 def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
@@ -202,7 +203,8 @@ def _trial(device: torch.device, parts: Parts | None = None) -> Iterator[_Seen]:
     devices = [device] if device.type == "cuda" else []
     try:
         # A graph would hide where autocast is entered.
-        with torch.no_grad(), torch.random.fork_rng(devices), UNCOMPILED, _Seen(parts) as seen:
+        random = torch.random.fork_rng(devices)
+        with torch.no_grad(), random, UNCOMPILED, _Seen(parts) as seen, seen.draws:
             yield seen
     finally:
         # Autocast keeps weights that it has converted, here without a gradient graph.
@@ -219,12 +221,8 @@ class _Seen(TorchFunctionMode):
     def __init__(self, parts: Parts | None) -> None:
         super().__init__()
         self._parts = parts
-        self._random = _random_states()
+        self.draws = _Draws()
         self.autocasts: set[torch.dtype | None] = set()
-
-    def draws(self) -> bool:
-        """Whether random numbers were drawn so far."""
-        return _random_states() != self._random
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -242,10 +240,17 @@ class _Seen(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _random_states() -> list[list[int]]:
-    """Those of all generators that modules draw from by default."""
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [state.tolist() for state in (torch.get_rng_state(), *on_gpus)]
+class _Draws(DispatchMode):
+    """Notices what draws random numbers in this thread; attention is tagged with or without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.found |= is_random and "attention" not in func.name()
+        return func(*args, **(kwargs or {}))
 
 
 class _Uncompiled:

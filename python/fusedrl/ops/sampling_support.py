@@ -6,6 +6,8 @@ compressed rows (CSR).
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -108,8 +110,12 @@ def _left(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float |
 
 
 def _check_limits(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
-    if top_k is not None and (type(top_k) is not int or top_k < 1):
-        raise ValueError(f"top_k: expected an integer >= 1, got {top_k!r}; None keeps all classes")
+    if top_k is not None:
+        number = _dispatch.real_number(top_k)
+        if not isinstance(number, Integral) or number < 1:
+            raise ValueError(
+                f"top_k: expected an integer >= 1, got {top_k!r}; None keeps all classes"
+            )
     if top_p is not None:
         number = _dispatch.real_number(top_p)
         if number is None or not 0 < number <= 1:
