@@ -47,7 +47,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState",
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": "_fsdp_param_group",
         "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
-        "torch.nn.parallel:DistributedDataParallel": "_active_ddp_module _join_config",
+        "torch.nn.parallel:DistributedDataParallel": "_active_ddp_module",
         "torch.distributed.distributed_c10d": "_get_default_store",
     },
     "torchrl": {

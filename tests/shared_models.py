@@ -280,7 +280,7 @@ def reentrant_checkpoints() -> str:
 
 
 def call_of_one_rank() -> tuple[list[str], list[str]]:
-    """What each rank says where one makes a call more, what it logs, and what join() says."""
+    """What each rank says where one makes a call more, and what it logs."""
     model, _ = pair_of("ddp")
     data = data_of(0, dist.get_world_size())[dist.get_rank()]
     records, found = [], []
@@ -296,8 +296,6 @@ def call_of_one_rank() -> tuple[list[str], list[str]]:
         found.append(said(model, *data))
     protocol.SILENCE = silence
     found.append(said(model, *data))
-    with model.join():
-        found.append(said(model, *data))
     logging.getLogger("fusedrl").removeHandler(handler)
     return found, records
 
@@ -356,20 +354,33 @@ def meets_a_dead_rank() -> str:
     return ""
 
 
-def differs_on_one_rank() -> list[bool]:
-    """Whether each rank takes a model apart of which one finds that it may not, then and later."""
+def differs_on_one_rank(way: str) -> list[bool]:
+    """Whether each rank takes a model apart of which one finds that it may not, and later may."""
     import fusedrl.models.capabilities as module
 
     plain, found = module.compare_parts, []
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    (model, whole), data = pair_of("fsdp"), data_of(0, ranks)[rank]
+    (model, whole), data = pair_of(way), data_of(0, ranks)[rank]
+
+    def check() -> None:
+        ours = causal_log_probs(model, *data).log_probs
+        torch.testing.assert_close(ours, definition(whole, *data), rtol=1e-5, atol=1e-5)
+        found.append(module.known_capabilities(model).parts is not None)
+
     if rank == 1:
         module.compare_parts = lambda *args: plain(*args)._replace(agrees=False)
     try:
-        for _ in range(2):
-            ours = causal_log_probs(model, *data).log_probs
-            torch.testing.assert_close(ours, definition(whole, *data), rtol=1e-5, atol=1e-5)
-            found.append(module.known_capabilities(model).parts is not None)
+        check()
+        check()
     finally:
         module.compare_parts = plain
+    model.train()  # another state, of which no rank knows anything
+    check()
+    inner = getattr(model, "module", model)
+    for watched in (inner.model.layers[0], inner.lm_head):
+        hook = watched.register_forward_hook(lambda *_: None) if rank == 1 else None
+        check()
+        if hook is not None:
+            hook.remove()
+        check()
     return found

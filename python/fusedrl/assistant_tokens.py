@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 Message = Mapping[str, Any]
-_PROBE = {"role": "assistant", "content": "fusedrl"}  # in the place of a turn: see its header
+_PROBE = "fusedrl"  # said in the place of a turn, to see its header
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Transformers has one compiled template for all threads, which notes the markers of one rendering.
@@ -204,14 +205,23 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
     closing = max((said.rfind(s) + len(s) for s in specials if s in said), default=len(said))
     if not said[closing:].strip():
         said = said[:closing]
-    if prompt == renderer.text(before):
-        header = renderer.text([*before, _PROBE])[len(prompt) :].partition(_PROBE["content"])[0]
-        if header.strip():
-            raise Unknown(
-                f"{where}: the chat template ignores add_generation_prompt and does not open the "
-                "turn with what is said, so where its header ends is not known"
-            )
+    if said and prompt == renderer.text(before) and _header(renderer, prompt, messages, turn) != "":
+        raise Unknown(
+            f"{where}: the chat template ignores add_generation_prompt and does not open the turn "
+            "with what is said, so where its header ends is not known"
+        )
     return Span(len(prompt), len(prompt) + len(said))
+
+
+def _header(renderer: Renderer, prompt: str, messages: Sequence[Message], turn: int) -> str | None:
+    """What stands behind ``prompt`` before a turn's content, if the template tells."""
+    for fields in ({"role": "assistant"}, messages[turn]):  # it may need what else a turn has
+        with suppress(Refused):
+            text = renderer.text([*messages[:turn], {**fields, "content": _PROBE}])
+            header, found, _ = text[len(prompt) :].partition(_PROBE)
+            if found:
+                return header.strip()
+    return None
 
 
 def _text_of(content: Any) -> str:

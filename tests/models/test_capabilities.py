@@ -16,6 +16,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from watching import Watch
 
 from fusedrl.models import WithoutAdapters, capabilities, causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
@@ -239,6 +240,14 @@ def test_noise_counts_however_small_it_is(noise, caplog, monkeypatch):
     (record,) = caplog.records
     assert "MixtralForCausalLM: its forward draws random numbers" in record.getMessage()
     assert capabilities_of(model.eval()).parts is not None
+
+
+def test_a_number_that_switches_a_layer_is_no_noise():
+    """peft's adapters draw one in each call, also where no module drops out."""
+    model = model_of("llama")
+    watch = Watch(lambda *_: torch.rand(1) and None)
+    model.model.layers[0].register_forward_pre_hook(watch)
+    assert capabilities_of(model).parts is not None
 
 
 def gated(gate, forward):

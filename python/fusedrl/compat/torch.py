@@ -242,11 +242,6 @@ def in_forward_of_ddp() -> bool:
     return DistributedDataParallel._active_ddp_module is not None
 
 
-def joins(module: DistributedDataParallel) -> bool:
-    """Whether DDP is in a block of its ``join()``, where ranks may have no batch any more."""
-    return module._join_config.enable
-
-
 def store_of_ranks() -> Any:
     """What the ranks of this process's group tell each other beside their collectives."""
     from torch.distributed import distributed_c10d

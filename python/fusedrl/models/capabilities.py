@@ -20,7 +20,7 @@ from torch import nn
 from fusedrl.compat.torch import hooks_of, is_compiled_function
 from fusedrl.models.comparison import Verdict, compare_batch, compare_parts
 from fusedrl.models.lengths import shared_below
-from fusedrl.models.ranks import Step
+from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, Step
 from fusedrl.models.split import (
     CannotSplit,
     Parts,
@@ -100,14 +100,16 @@ def capabilities_of(
     if known is not None:
         return known
     parts, below, now = _look_at(model, kwargs or {}, warns=True)
-    if parts is None:
+    step = step or Step(None)
+    whole, _ = step.agree(ways=FROM_STATES + FROM_LOGITS if parts is None else FROM_STATES)
+    if whole or parts is None:
         ids = vocabulary_of(model) or known_ids
         verdict = compare_batch(model, device_of(model), ids, kwargs or {})
         if verdict.telling and not verdict.agrees:
             why = "sequences in a padded batch do not get the numbers of each alone"
             _warn(model, DRAWS if verdict.draws else why)
     else:
-        verdict = _compared_parts(model, parts, below, step or Step(None))
+        verdict = _compared_parts(model, parts, below, step)
     if verdict.telling:
         _verdicts[model] = [(now, verdict), *_verdicts.get(model, ())][:KEPT]
     return _allowed(parts, below, verdict)
@@ -115,7 +117,7 @@ def capabilities_of(
 
 def _allowed(parts: Parts | None, below: int | None, verdict: Verdict) -> Capabilities:
     same = verdict.agrees
-    parts = parts if same else None
+    parts = parts if same and verdict.splits else None
     return Capabilities(parts, same, below, verdict.autocast, same and verdict.shares)
 
 
@@ -166,19 +168,21 @@ def _copied(value: Any) -> Any:
 
 def _compared_parts(model: Any, parts: Parts, below: int | None, step: Step) -> Verdict:
     """A verdict that all ranks share."""
-    verdict, why = Verdict(), ""
+    both = FROM_STATES + FROM_LOGITS
     stranger = foreign_in(parts.decoder)
+    strange, _ = step.agree(ways=FROM_STATES if stranger is None else both)
+    if strange:  # weights that are 0 at first would hide what it does
+        _warn(model, f"{stranger or 'a forward or a hook on another rank'} is not its library's")
+        return Verdict()
+    verdict, why = Verdict(), ""
     for first in FIRST_IDS:
         why = "its decoder and head do not compute its own logits in a row of several sequences"
         try:
-            if stranger is None:
-                verdict = compare_parts(parts, below, first)
-                why = DRAWS if verdict.draws else why
-            else:  # weights that are 0 at first would hide what it does
-                why = f"{stranger} is not its library's"
+            verdict = compare_parts(parts, below, first)
+            why = DRAWS if verdict.draws else why
         except Exception as error:  # which may not happen again
             verdict, why = Verdict(telling=False), f"trying it raised {error!r}"
-        differs, _ = step.agree(tries=not verdict.agrees)
+        differs, _ = step.agree(ways=FROM_STATES if verdict.agrees else both)
         if not differs:
             return verdict
     _warn(model, why)

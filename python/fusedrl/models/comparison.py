@@ -36,6 +36,7 @@ class Verdict(NamedTuple):
         shares: they do too if their row has their common beginning once.
         telling: there was something to compare: logits that are not all 0, nor NaN.
         draws: the forward draws random numbers, other than for dropout.
+        splits: what was compared are the decoder and the head, not the whole model.
     """
 
     agrees: bool = False
@@ -43,6 +44,7 @@ class Verdict(NamedTuple):
     shares: bool = False
     telling: bool = True
     draws: bool = False
+    splits: bool = True
 
 
 def compare_parts(parts: Parts, below: int | None, first: int = 0) -> Verdict:
@@ -141,7 +143,13 @@ def compare_batch(
         try:
             alone = [ask([row]) for row in rows]
         except Exception:  # the caller sees the error again when the model really runs
-            return Verdict(telling=False)
+            return Verdict(telling=False, splits=False)
+        # Shorter than alone: the length of a call may matter too.
+        short = [rows[0][:-1], rows[1][:COMMON]]
+        try:
+            padded = ask(short)
+        except Exception:  # the model takes no batch, or no mask
+            padded = None
         own = torch.cat(alone, 1)
         near = _tolerance(model, torch.float32) * _largest(own)
         if not _causal(alone, near):
@@ -151,16 +159,12 @@ def compare_batch(
                     f"{type(model).__name__}, whose logits see later tokens; load a causal one, "
                     "or this one with is_decoder=True"
                 )
-            return Verdict(telling=near > 0)
-        # Shorter than alone: the length of a call may matter too.
-        short = [rows[0][:-1], rows[1][:COMMON]]
-        try:
-            padded = ask(short)
-        except Exception:  # the model takes no batch, or no mask
-            return Verdict()
+            return Verdict(telling=near > 0, splits=False)
+        if padded is None:
+            return Verdict(splits=False)
         pairs = zip(padded, alone, map(len, short), strict=True)
         same = all(_agree(ours[:n], theirs[0, :n], near) for ours, theirs, n in pairs)
-        return Verdict(same, telling=near > 0, draws=trial.draws.found)
+        return Verdict(same, telling=near > 0, draws=trial.draws.found, splits=False)
 
 
 def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
@@ -248,9 +252,11 @@ class _Draws(DispatchMode):
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        self.found |= is_random and "attention" not in func.name()
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name():
+            # A single number switches layers, as peft's module_dropout does, and is no noise.
+            self.found |= not isinstance(result, Tensor) or result.numel() > 1
+        return result
 
 
 class _Uncompiled:

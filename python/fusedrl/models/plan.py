@@ -31,7 +31,7 @@ from fusedrl.models.checks import (
 )
 from fusedrl.models.comparison import UNCOMPILED
 from fusedrl.models.prefix_tree import Part
-from fusedrl.models.ranks import Step, together
+from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, Step, together
 from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
 from fusedrl.models.split import Parts, autocast_as, device_of, modules_of, unwrapped, vocabulary_of
 
@@ -117,8 +117,8 @@ def planned(
         with context, one_version(model):
             found = known_capabilities(model, kwargs)
             passes = [] if found is None else _passes(model, found, tokens, work, *options)
-            tries, most = step.agree(tries=found is None, passes=len(passes))
-            if tries or found is None:
+            differ, most = step.agree(ways=_ways(found), passes=len(passes))
+            if differ or found is None:
                 known_ids = int(tokens.max()) + 1 if len(tokens) else 1
                 with step.collective():
                     found = capabilities_of(model, known_ids, kwargs, step)
@@ -130,6 +130,12 @@ def planned(
                 empty = passes_of(found, [nothing_of(tokens)], device, 1, 1, None)
                 passes += empty * (most - len(passes))
             yield Plan(model, tokens, kwargs, found, passes, step)
+
+
+def _ways(found: Capabilities | None) -> int:
+    if found is None:
+        return FROM_STATES + FROM_LOGITS
+    return FROM_LOGITS if found.parts is None else FROM_STATES
 
 
 def _device_of(model: Any, capabilities: Capabilities) -> torch.device:
@@ -150,7 +156,6 @@ def _passes(
     """The forward passes over the kept tokens, after a look whether they are in the head."""
     parts, device, follows = capabilities.parts, _device_of(model, capabilities), False
     may: Callable[[], bool] | None = None
-    once = not alone and _takes_one_pass(model)
     if parts is not None:
         check_all_classes(parts.classes, len(parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
@@ -164,15 +169,21 @@ def _passes(
             # which attention then follows the sequences.
             follows = parts.gathered and may()
         usual = most if follows else usual
-    if parts is None or once:
+    else:
         usual = forwards.tokens_per_forward(device, None)
         if not alone:  # what wraps the model may take one forward pass for one backward pass
             usual = max(usual, len(tokens) * len(work))
         most = usual
-        capabilities = capabilities._replace(parts=None)  # padded batches
     limits = limit or usual, limit or most
     passes = passes_of(capabilities, work, device, *limits, may if share else None, follows)
-    if once and len(passes) > 1:
+    if alone or len(passes) < 2 or not _takes_one_pass(model):
+        return passes
+    width = max(len(row.tokens) for row in work)
+    if len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
+        capabilities = capabilities._replace(parts=None)  # a padded batch, no row
+    limit = limit or len(work) * width
+    passes = passes_of(capabilities, work, device, limit, limit, may if share else None, follows)
+    if len(passes) > 1:
         raise ValueError(
             f"max_tokens_per_forward: expected all tokens in one forward pass, which is all that a "
             f"DistributedDataParallel takes with reentrant checkpoints, got {len(passes)} passes; "
@@ -185,9 +196,8 @@ def _takes_one_pass(model: Any) -> bool:
     """Whether DDP would see a weight's gradient once for each pass: checkpoints bring it anew."""
     modules = modules_of(model) if torch.is_grad_enabled() else []
     ddp = [each for each in modules if isinstance(each, DistributedDataParallel)]
-    return not all(each.static_graph for each in ddp) and any(
-        map(has_reentrant_checkpoints, modules)
-    )
+    counts = any(each.require_backward_grad_sync and not each.static_graph for each in ddp)
+    return counts and any(map(has_reentrant_checkpoints, modules))
 
 
 def at_kept_states(

@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.channel.tensors import is_dtensor
-from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded, joins
+from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded
 
 logger = logging.getLogger("fusedrl")
 
 SILENCE = timedelta(seconds=20)  # after which a rank says that it waits for others
+FROM_STATES, FROM_LOGITS = 1, 2  # ways to compute log-probs
 
 
 class Apart(RuntimeError):
@@ -67,13 +68,12 @@ def _wait(work: Any, device: torch.device) -> None:
             work.wait(SILENCE)
             return
         except RuntimeError:
-            if work.is_completed():
-                raise
-        logger.warning(
-            "rank %d: it has waited %d s for other ranks to make the same call of a model; for a "
-            "call of one rank alone, pass the module inside of DDP",
-            *(distributed.get_rank(), SILENCE.total_seconds()),
-        )
+            if not work.is_completed():
+                logger.warning(
+                    "rank %d: it has waited %d s for other ranks to make the same call of a model; "
+                    "for a call of one rank alone, pass the module inside of DDP",
+                    *(distributed.get_rank(), SILENCE.total_seconds()),
+                )
     work.wait()
 
 
@@ -94,11 +94,6 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
     meshes: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            if joins(module):
-                raise RuntimeError(
-                    "model: expected a call that every rank makes, got one in DDP's join(), where "
-                    "some make none; give each rank as many batches, empty ones if need be"
-                )
             yield module.process_group, False
         elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             yield module.process_group, True
@@ -147,14 +142,14 @@ class _Call:
         self._number = _numbers[self._first] = _numbers.get(self._first, 0) + 1
 
     def meet(self, *values: int, failing: int = 0) -> list[int]:
-        """The largest of three values over the ranks.
+        """The largest of four values over the ranks.
 
         Raises:
             RuntimeError: a rank has had an error, or is at another agreement.
         """
         self._met += 1
         this = crc32(f"{self._kind}, {self._number}, {self._met}".encode())
-        values = (*values, 0, 0, 0)[:3]
+        values = (*values, 0, 0, 0, 0)[:4]
         with interrupted_later():  # or a rank would not know whether the others have its numbers
             self.over = True
             ranks = Ranks(tuple(self.groups.values()), True)
@@ -204,16 +199,13 @@ class Step(NamedTuple):
         """Whether the model is that of this process."""
         return self.ranks is None
 
-    def agree(
-        self, *, apart: bool = False, tries: bool = False, passes: int = 0
-    ) -> tuple[bool, int]:
-        """Whether any rank has to try the model, and the most forward passes of a rank.
-
-        If any does, all of them try it, and agree once more.
+    def agree(self, *, apart: bool = False, ways: int = 0, passes: int = 0) -> tuple[bool, int]:
+        """Whether the ranks go several ways, and the most forward passes of a rank.
 
         Args:
             apart: this rank computes its part without this module.
-            tries: this rank does not know yet what the model allows.
+            ways: that this rank may go: :data:`FROM_STATES`, :data:`FROM_LOGITS`, or the sum of
+                both if it does not know.
             passes: how many forward passes this rank makes, as far as it knows.
 
         Raises:
@@ -221,14 +213,15 @@ class Step(NamedTuple):
             Apart: another rank computes without this module.
         """
         if self.ranks is None or self.call is None:
-            return tries, passes
-        any_apart, any_tries, most = self.call.meet(apart, tries, passes)
+            return ways == FROM_STATES + FROM_LOGITS, passes
+        states, logits = ways & FROM_STATES, ways & FROM_LOGITS
+        any_apart, any_states, any_logits, most = self.call.meet(apart, states, logits, passes)
         if any_apart and not apart:
             raise Apart(
                 "model: expected data that every rank scores in one way, got such that another "
                 "rank's wrapper scores by itself; give all ranks the same wrapper"
             )
-        return bool(any_tries), most
+        return bool(any_states and any_logits), most
 
     @contextmanager
     def collective(self) -> Iterator[None]:
