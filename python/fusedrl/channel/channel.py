@@ -116,12 +116,9 @@ class WeightChannel:
         self._timeout = timeout
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
         self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
-        unsaved = module_places(template) if layout.transient else ()
-        self._unsaved = [
-            (place, times_written(place.tensor), place.tensor.detach().clone())
-            for place in unsaved
-            if not place.persistent
-        ]
+        places = module_places(template) if layout.transient else ()
+        unsaved = [place for place in places if not place.persistent]
+        self._unsaved = [(p, times_written(p.tensor), p.tensor.detach().clone()) for p in unsaved]
         self._closed = False
         if slots is not None:
             self._memory, self._end = slots
@@ -296,9 +293,8 @@ class WeightChannel:
                 self._unsaved[index] = place, times_written(current), old
                 continue
             logger.warning(
-                "weights: %s: expected a buffer of persistent=False to keep its values, got others, "
-                "which readers do not get unless they compute them themselves; register it with "
-                "persistent=True",
+                "weights: %s: expected a buffer of persistent=False to keep its values, got others "
+                "that no reader gets unless it computes them; register it with persistent=True",
                 place.name,
             )
             self._unsaved = []

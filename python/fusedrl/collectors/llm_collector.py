@@ -167,11 +167,7 @@ class LLMCollector(LoopCollector):
     # Batches.
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, as :meth:`iterator` yields them.
-
-        As in torchrl, an exception shuts the collector down, unless it is Ctrl-C's. The next call
-        says so, where torchrl's iterator would just end.
-        """
+        """Batches; an error but Ctrl-C shuts the collector down, and the next call says so."""
         return Batches(super().__iter__)
 
     def iterator(self) -> Iterator[Any]:
