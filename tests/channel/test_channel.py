@@ -255,6 +255,12 @@ def test_a_change_of_a_buffer_that_is_not_saved_is_told_once(caplog, replaced, g
     model.register_buffer("scale", torch.ones(1), persistent=False)
     with WeightChannel.create(model) as channel:
         channel.publish(given and given(model))
+        model.to(torch.bfloat16).to(torch.float32)
+        channel.publish(given and given(model))
+        model.scale.mul_(1)
+        channel.publish(given and given(model))
+        model.register_buffer("scale", torch.ones(1), persistent=False)
+        channel.publish(given and given(model))
         assert not caplog.text
         if replaced:
             model.scale = torch.zeros(1)

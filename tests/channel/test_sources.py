@@ -132,13 +132,40 @@ class ExtraState(nn.Linear):
 
 
 class OwnState(nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.ones(1)
+
+
+class Unsaved(nn.Linear):
+    """Its state dict has a buffer of its own of persistent=False."""
+
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.register_buffer("scale", torch.ones(1), persistent=False)
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "scale"] = self.scale
+    def state_dict(self, *args, **options):
+        return {**super().state_dict(*args, **options), "scale": self.scale}
+
+
+class Asked(nn.Linear):
+    def state_dict(self, path):
+        raise AssertionError
+
+
+def split() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(
+        lambda _, state, *__: state.update(zip("qk", state.pop("weight").chunk(2), strict=True))
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [split, lambda: Unsaved(2, 2), lambda: Asked(2, 2), lambda: nn.Sequential(Asked(2, 2))]
+)
+def test_a_state_dict_may_split_repeat_or_ask_for_arguments(make):
+    assert [name.split(".")[-1] for name in values(make())] == ["weight", "bias"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -73,6 +74,18 @@ def test_a_thread_fills_the_buffer(collect):
     assert not collector.is_initialized()
 
 
+def test_a_shutdown_within_the_thread_is_no_failure(collect, caplog):
+    def postproc(batch):
+        collector.shutdown()
+        return batch
+
+    collector = collect(replay_buffer=ReplayBuffer(storage=LazyStackStorage(8)), postproc=postproc)
+    collector.start()
+    collector._stream.background.join(60)
+    collector.shutdown()
+    assert not caplog.text and not collector.is_initialized()
+
+
 def test_a_queue_gets_single_turns(collect):
     turns = queue.Queue()
     assert list(collect(queue=turns)) == [None, None]
@@ -100,6 +113,14 @@ def test_postproc_sees_whole_batches(collect):
     collector.set_postproc(postproc)
     assert [sorted(batch.keys()) for batch in collector] == [["seen"]] * 2
     assert shapes == [(2, 2)] * 4
+    with pytest.raises(TypeError, match="postproc: expected a function that returns a tensordict"):
+        collect(postproc=dict).next()
+
+
+def test_an_iterator_can_be_closed(collect):
+    with closing(iter(collect())) as iterator:
+        assert seen(next(iterator))[0] == [100, 101]
+    assert seen(next(iterator))[0] == [102, 200]
 
 
 def test_hooks_of_torchrl(collect):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,12 @@ def policy(width: int = 1) -> TensorDictModule:
 
 def scaled() -> TransformedEnv:
     return TransformedEnv(Counting(), RewardScaling(loc=0.0, scale=1.0))
+
+
+def said(batch: Any) -> list[float]:
+    """The version of a batch's frames, and the least and the greatest weight that they saw."""
+    parts = (batch["next", "policy_version"], batch["low"], batch["high"])
+    return [float(value) for part in parts for value in part.unique()]
 
 
 def longer(state: Any) -> Any:
@@ -105,10 +112,10 @@ def test_dialogs_go_on_with_the_weights_and_the_version_of_a_state(collect):
 @pytest.mark.heavy
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("make", [Collector, MultiSyncCollector])
-def test_frames_go_on_with_the_weights_and_the_version_of_a_state(make):
+def test_frames_go_on_with_the_weights_of_a_state_under_a_new_version(make):
     trained = canary_policy()
     with collecting(make, ChannelWeightSyncScheme(), trained) as (collector, iterator):
-        trained.load_state_dict(canary_policy(5.0).state_dict())
+        trained.load_state_dict(canary_policy(9.0).state_dict())  # is not published yet
         for version in (2.0, 3.0, 4.0, 5.0):
             collector.update_policy_weights_(weights_of(version))
         next(iterator)
@@ -116,7 +123,24 @@ def test_frames_go_on_with_the_weights_and_the_version_of_a_state(make):
     with collecting(make, ChannelWeightSyncScheme(), canary_policy()) as (collector, iterator):
         assert versions(next(iterator)) == {1}
         collector.load_state_dict(state)
-        assert versions(next(iterator)) == {5} and collector.policy_version == 5
+        batch = next(iterator)
+        assert said(batch) == [6, *[9.0 if make is Collector else 5.0] * 2]
+        assert collector.policy_version == 6
+
+
+def test_a_part_of_the_weights_and_an_unknown_version_are_taken_when_asked_for():
+    def resumed(change: Callable[[dict[str, Any]], Any], **version: Any) -> list[float]:
+        state = copy.deepcopy(saved)
+        change(state["policy_state_dict"])
+        with collecting(Collector, ChannelWeightSyncScheme(), canary_policy()) as (other, batches):
+            other.load_state_dict(state | version, strict=False)
+            return said(next(batches))
+
+    with collecting(Collector, ChannelWeightSyncScheme(), canary_policy(3.0)) as (collector, _):
+        saved = copy.deepcopy(collector.state_dict())
+    assert resumed(lambda state: state.update(old=torch.ones(1))) == [3, 3.0, 3.0]
+    assert resumed(lambda state: state.pop("module.saved")) == [3, 1.0, 3.0]
+    assert resumed(dict, policy_version="an-id") == [2, 3.0, 3.0]
 
 
 @pytest.mark.heavy

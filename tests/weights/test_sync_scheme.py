@@ -254,3 +254,13 @@ def test_torchrl_knows_the_backend_and_what_the_scheme_builds_on():
     collector.policy_version_tracker.version = 5
     assert next(iter(collector))["next", "policy_version"].unique().tolist() == [5]
     collector.shutdown()
+
+
+def test_a_collector_that_is_garbage_is_freed_without_a_warning(caplog):
+    collector = Collector(
+        Ones, canary_policy(), weight_sync_schemes={"policy": ChannelWeightSyncScheme()}, **FRAMES
+    )
+    collector.next()
+    del collector
+    gc.collect()
+    assert "expected no tensors" not in caplog.text

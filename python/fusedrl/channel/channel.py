@@ -36,6 +36,7 @@ from fusedrl.channel.sources import (
     places_of,
     ranks_of_shards,
 )
+from fusedrl.channel.tensors import same_values
 from fusedrl.compat.torch import times_written
 
 logger = logging.getLogger("fusedrl")
@@ -115,8 +116,9 @@ class WeightChannel:
         self._timeout = timeout
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
         self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
-        unsaved = module_places(template) if layout.transient else ()
-        self._unsaved = [(p, times_written(p.tensor)) for p in unsaved if not p.persistent]
+        places = module_places(template) if layout.transient else ()
+        unsaved = [place for place in places if not place.persistent]
+        self._unsaved = [(p, times_written(p.tensor), p.tensor.detach().clone()) for p in unsaved]
         self._closed = False
         if slots is not None:
             self._memory, self._end = slots
@@ -276,18 +278,27 @@ class WeightChannel:
         return places
 
     def _warn_of_unsaved(self) -> None:
-        """Warn once of a buffer that no version has, and that has changed in the trainer."""
-        for place, written in self._unsaved:
+        """Warn once of a buffer that no version has, and whose values change in the trainer."""
+        for index, (place, written, old) in enumerate(self._unsaved):
             assert place.home is not None
-            current = place.home.get(place.key)
-            if current is not place.tensor or times_written(place.tensor) != written:
-                logger.warning(
-                    "weights: %s: expected a buffer of persistent=False to stay as it is, got a "
-                    "change, which readers do not get; register it with persistent=True",
-                    place.name,
-                )
-                self._unsaved = []
-                return
+            current: Any = place.home.get(place.key)
+            if current is place.tensor and times_written(current) == written:
+                continue
+            try:
+                equal = old.shape == current.shape and same_values(old, current, current.dtype)
+            except (AttributeError, RuntimeError):  # one of them has no values
+                equal = False
+            if equal:  # moved, or written again
+                place.tensor = current
+                self._unsaved[index] = place, times_written(current), old
+                continue
+            logger.warning(
+                "weights: %s: expected a buffer of persistent=False to keep its values, got others "
+                "that no reader gets unless it computes them; register it with persistent=True",
+                place.name,
+            )
+            self._unsaved = []
+            return
 
     def _can_keep(self, weights: Any, places: list[Place]) -> bool:
         if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):

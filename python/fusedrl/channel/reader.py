@@ -300,7 +300,11 @@ class WeightReader:
             for storage, references in self._kept:
                 parameters = [p for reference in references if (p := reference()) is not None]
                 own([p for p in parameters if p.untyped_storage() is storage()])
-            if self._end.leased() and any(storage() is not None for storage, _ in self._kept):
+            # Parameters that are being freed are gone before their memory is.
+            if self._end.leased() and any(
+                storage() is not None and all(reference() is not None for reference in references)
+                for storage, references in self._kept
+            ):
                 logger.warning(
                     "close: expected no tensors over a version but parameters, got some made of "
                     "them, which may be overwritten now; clone such tensors, or close the reader "

@@ -198,17 +198,23 @@ def refuse_other_state(module: nn.Module) -> None:
     Quantised layers, hooks and ``get_extra_state`` put it there. Without it, whoever loads the
     parameters and buffers would go on with its own, or with none.
     """
-    places = {place.name: place for place in module_places(module) if place.persistent}
-    others = {k: v for k, v in module.state_dict().items() if k not in places}
-    known = set()
-    if others:  # a wrapper, or a state_dict() of the module's own, may only change names
+    places = {place.name: place for place in module_places(module)}
+    try:
+        state = module.state_dict()
+    except TypeError:  # one of the module's own, or of a child's, that takes other arguments
+        return
+    others = {k: v for k, v in state.items() if k not in places}
+    known = set()  # storages
+    if others:  # a wrapper, or a state_dict() of the module's own, may change names and split
         for place in places.values():
-            check_supported(place.name, place.tensor)
-            known.add(identity(place.tensor))
+            if place.persistent:
+                check_supported(place.name, place.tensor)
+            if place.tensor.layout is torch.strided:
+                known.add((identity(place.tensor) or [None])[0])
     for name, value in others.items():
         if isinstance(value, Tensor):
             check_supported(name, value)
-        if not isinstance(value, Tensor) or identity(value) not in known:
+        if not isinstance(value, Tensor) or (identity(value) or [None])[0] not in known:
             raise TypeError(
                 f"weights: {name}: expected a parameter or a buffer, got what else state_dict() "
                 f"has ({type(value).__name__}); publish a module without quantised layers, extra "

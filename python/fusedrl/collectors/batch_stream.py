@@ -42,7 +42,7 @@ class Batches:
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
-        self._batches: Iterator[Any] | None = None
+        self._batches: Any = None
 
     def __iter__(self) -> Batches:
         """The iterator itself."""
@@ -55,6 +55,12 @@ class Batches:
             self._batches = batches
             return batch
         raise StopIteration
+
+    def close(self) -> None:
+        """End the generator, as ``contextlib.closing`` does; the next batch begins another one."""
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            batches.close()
 
 
 class BatchStream:
@@ -193,7 +199,7 @@ class BatchStream:
         """A batch after the postprocessing that is done in this process, without private keys."""
         postproc = self._collector.postproc
         batch = batch if postproc is None else postproc(batch)
-        if not hasattr(batch, "keys"):
+        if not is_tensor_collection(batch):
             raise TypeError(
                 f"postproc: expected a function that returns a tensordict, got {batch!r} from it; "
                 "return the batch, changed or not"
@@ -283,6 +289,6 @@ class Background:
         self._stopping = True
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the thread."""
+        """Wait for the end of the thread, unless this is called in it."""
         if self._thread is not None and not self.is_current():
             self._thread.join(timeout)

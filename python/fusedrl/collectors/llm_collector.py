@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -166,7 +167,7 @@ class LLMCollector(LoopCollector):
     # Batches.
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        """Batches; an error but Ctrl-C shuts the collector down, and the next call says so."""
         return Batches(super().__iter__)
 
     def iterator(self) -> Iterator[Any]:
@@ -328,9 +329,10 @@ class LLMCollector(LoopCollector):
                 thread of :meth:`start` and was not raised yet.
         """
         background = self._stream.background
-        if not background.is_current():
+        # torchrl shuts down a collector that fails, which is no reason to forget why.
+        if not background.is_current() or sys.exc_info()[0] is None:
             background.stop()
-            background.join(timeout)
+        background.join(timeout)
         if not background.is_running():
             self._ends = True
             # Closed while it steps, an environment fails in ways that do not say why.

@@ -217,20 +217,28 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         names = [n for n in of_policy if n.startswith(part) and isinstance(of_policy[n], Tensor)]
         weights = {name.removeprefix(part): of_policy[name] for name in names}
         if weights and self._channel is not None:
-            self._channel.layout.matched(weights)  # refuses another model's, before all else
-        before = self.version
+            try:
+                self._channel.layout.matched(weights)
+            except ValueError:
+                if kwargs.get("strict", True):  # another model's are refused before all else
+                    raise
+                weights = {}  # the model has what loading takes of them
+        before, version = self.version, state_dict.get("policy_version")
+        if isinstance(version, int) and not hasattr(self.context, "hold_turns"):
+            version += 1  # torchrl's state has the trainer's weights, which no version may have had
         load(state_dict, **kwargs)
         if self._channel is not None and self.version == before:
-            self.restore(weights or None, state_dict.get("policy_version"))
+            self.restore(weights or None, version)
 
-    def restore(self, weights: Any, version: int | None) -> None:
+    def restore(self, weights: Any, version: Any) -> None:
         """Publish the weights of a state under its version, or a greater one if that is not new.
 
         Args:
-            weights: as for :meth:`send`.
-            version: that they had when the state was saved, if it is known.
+            weights: as for :meth:`send`; for the model's own, the version is a greater one.
+            version: that they had when the state was saved; unknown if it is no integer.
         """
-        self.send(weights, version=max(version or 0, (self.version or 0) + 1))
+        least = version + (weights is None) if isinstance(version, int) else 0
+        self.send(weights, version=max(least, (self.version or 0) + 1))
 
     def join(self, collector: Any) -> None:
         """Take a collector of this process that was made after this scheme was initialized."""

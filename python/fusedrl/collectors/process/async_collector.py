@@ -196,7 +196,7 @@ class AsyncCollector(_AsyncCollector):
         Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        """Batches, as :meth:`iterator` yields them; an error shuts the collector down."""
         return Batches(super().__iter__)
 
     def iterator(self) -> Iterator[Any]:
