@@ -14,13 +14,14 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.channel import adapter_merging as peft
-from fusedrl.channel.tensors import check_supported, identity, is_dtensor, whole
+from fusedrl.channel.tensors import check_supported, identity, is_dtensor, part_of_rank, whole
 from fusedrl.compat.torch import (
     CHECKPOINTED_CHILD,
     COMPILED_CHILD,
     buffers_of,
     children_of,
     parameters_of,
+    storage_of,
     unsaved_buffers_of,
 )
 
@@ -210,11 +211,11 @@ def refuse_other_state(module: nn.Module) -> None:
             if place.persistent:
                 check_supported(place.name, place.tensor)
             if place.tensor.layout is torch.strided:
-                known.add((identity(place.tensor) or [None])[0])
+                known.add(storage_of(part_of_rank(place.tensor)))
     for name, value in others.items():
         if isinstance(value, Tensor):
             check_supported(name, value)
-        if not isinstance(value, Tensor) or (identity(value) or [None])[0] not in known:
+        if not isinstance(value, Tensor) or storage_of(part_of_rank(value)) not in known:
             raise TypeError(
                 f"weights: {name}: expected a parameter or a buffer, got what else state_dict() "
                 f"has ({type(value).__name__}); publish a module without quantised layers, extra "

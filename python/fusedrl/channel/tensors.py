@@ -115,12 +115,16 @@ def whole(tensor: Any, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.full_tensor()
 
 
+def part_of_rank(tensor: Any) -> Tensor:
+    """The tensor itself, or this rank's part of a sharded one."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def identity(tensor: Tensor) -> tuple[Any, ...] | None:
     """Equal for two tensors that are the same view of the same memory; ``None`` if it is empty."""
     if tensor.numel() == 0:
         return None
-    shard: Any = tensor
-    shard = shard.to_local() if is_dtensor(tensor) else tensor
+    shard = part_of_rank(tensor)
     return (
         storage_of(shard),
         shard.storage_offset(),

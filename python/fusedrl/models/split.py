@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedrl.channel.tensors import is_dtensor
+from fusedrl.channel.tensors import is_dtensor, part_of_rank
 from fusedrl.compat.accelerate import has_hook
 from fusedrl.compat.torch import (
     COMPILED_CALL,
@@ -76,12 +76,12 @@ class Parts(NamedTuple):
     @property
     def weight(self) -> Tensor:
         """The weight of the head, ``[V, H]``, or this rank's shard of it."""
-        return _own_part(self.head.weight)
+        return part_of_rank(self.head.weight)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias of the head, ``[V]``, or this rank's shard of it, if the head has one."""
-        return None if self.head.bias is None else _own_part(self.head.bias)
+        return None if self.head.bias is None else part_of_rank(self.head.bias)
 
     @property
     def classes(self) -> int:
@@ -134,10 +134,6 @@ class Parts(NamedTuple):
 def _is_shard(weight: Any) -> bool:
     """Whether ranks of one dimension have a part of the classes each, and can put them together."""
     return is_dtensor(weight) and weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
-
-
-def _own_part(weight: Any) -> Tensor:
-    return weight.to_local() if is_dtensor(weight) else weight
 
 
 def _whole(hidden: Any) -> Tensor:
