@@ -65,14 +65,16 @@ def server(folder: Path, port: int, log: Path, seconds: float = 500) -> Iterator
 
 
 class _NoRoutes(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = b'{"detail":"Not Found"}'
-        self.send_response(404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    status, body = 404, b'{"detail":"Not Found"}'
 
-    do_POST = do_GET
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def do_POST(self) -> None:
+        self.do_GET()
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -99,16 +101,12 @@ def paused_server() -> Iterator[tuple[str, list[str]]]:
     calls: list[str] = []
 
     class Paused(_NoRoutes):
+        status, body = 200, b'{"is_paused": true, "success": true}'
+
         def do_GET(self) -> None:
             calls.append(self.path[1:].partition("?")[0])
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            body = b'{"is_paused": true, "success": true}'
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET
+            super().do_GET()
 
     with _served(Paused) as address:
         yield address, calls

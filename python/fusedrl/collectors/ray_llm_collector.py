@@ -172,7 +172,7 @@ class RayLLMCollector(_RayLLMCollector):
         return tuple(None if batch is None else deserialize(batch) for batch in taken)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, as :meth:`iterator` yields them; an exception does not end them."""
+        """Batches, as :meth:`iterator` yields them; Ctrl-C does not end them."""
         return Batches(self.iterator)
 
     def iterator(self) -> Iterator[Any]:
