@@ -50,7 +50,7 @@ KERNELS = {
     "backward_pairs, mixture": 8,
     "add_tile": 4,
     "differentiate_tile": 6,
-    "policy_rows": 10,
+    "weigh_tile": 6,
     "add_pair_tile": 8,
     "add_mixture_tile": 8,
     "differentiate_pair_tile": 12,
@@ -104,8 +104,7 @@ def tiles_of(
     count: int,
     classes: int,
     batch_invariant: bool = False,
-    whole_rows: bool = False,
-    gradient_elements: int | None = None,
+    one_a_block: bool = False,
 ) -> Tiles:
     """The tiles of products, and the blocks of gradients, of ``count`` kept rows."""
 
@@ -116,15 +115,16 @@ def tiles_of(
         return max(multiple(elements // others, step), step)
 
     elements, column = SIZES["TileElements"], SIZES["ColumnStep"]
-    gradient_elements = gradient_elements or SIZES["GradientElements"]
+    gradient_elements = SIZES["GradientElements"]
     every = math.ceil(classes / column) * column
-    most = multiple(elements // every, SIZES["RowStep"]) if whole_rows else SIZES["MostRows"]
-    rows = max(1, min(count, most, SIZES["MostRows"]))
+    rows = max(1, min(count, SIZES["MostRows"]))
     padded = count
     if batch_invariant:
         rows = SIZES["InvariantRows"]
         padded = math.ceil(count / rows) * rows
-    tile = Extent(rows, every if whole_rows else min(every, room(elements, rows, column)))
+    tile = Extent(rows, min(every, room(elements, rows, column)))
+    if one_a_block:
+        return Tiles(count, classes, batch_invariant, padded, tile, tile)
     block_classes = min(every, room(gradient_elements, rows, tile.classes))
     fit = gradient_elements // block_classes
     block_rows = min(padded, room(fit + rows - 1, 1, rows))
@@ -159,9 +159,9 @@ def product(name: str, rows: int, columns: int, depth: int) -> Step:
 
 
 def steps(
-    tiles: Tiles, width: int, row_kernel: str, gradients: bool, multiplies: bool = True
+    tiles: Tiles, width: int, row_kernels: str, gradients: str = "", multiplies: bool = True
 ) -> Iterator[Step]:
-    """What a loop over tiles runs, with gradients of hidden states and weight, as cuda_head.h."""
+    """What a loop over tiles runs, with gradients "of hidden" and "of weight", as cuda_head.h."""
     count, classes, _, padded, tile, block = tiles
     if count == 0:
         return
@@ -174,17 +174,25 @@ def steps(
                     columns = min(tile.classes, classes - first)
                     if multiplies:
                         yield product("logits", min(tile.rows, padded - row), columns, width)
-                    yield Step(row_kernel, min(tile.rows, count - row), columns, 0, 0)
-            if gradients:
-                yield from _block_steps(tiles, width, c, r)
+                    for name in row_kernels.split():
+                        yield Step(name, min(tile.rows, count - row), columns, 0, 0)
+            if "of hidden" in gradients:
+                yield from _hidden_steps(tiles, width, c, r)
+            if "of weight" in gradients:
+                yield from _weight_steps(tiles, width, c, r)
 
 
-def _block_steps(tiles: Tiles, width: int, first_class: int, first_row: int) -> Iterator[Step]:
+def _hidden_steps(tiles: Tiles, width: int, first_class: int, first_row: int) -> Iterator[Step]:
     classes = min(tiles.block.classes, tiles.classes - first_class)
     rows = min(tiles.block.rows, tiles.padded - first_row)
     at_a_time = tiles.tile.rows if tiles.batch_invariant else rows
     for _ in range(0, rows, at_a_time):
         yield from _added("of hidden", at_a_time, width, classes, starts=first_class == 0)
+
+
+def _weight_steps(tiles: Tiles, width: int, first_class: int, first_row: int) -> Iterator[Step]:
+    classes = min(tiles.block.classes, tiles.classes - first_class)
+    rows = min(tiles.block.rows, tiles.padded - first_row)
     only, last = tiles.count <= tiles.block.rows, first_row + tiles.block.rows >= tiles.count
     yield from _added("of weight", classes, width, rows, first_row == 0, rounded=only)
     if last and not only:
@@ -213,11 +221,10 @@ class Case(NamedTuple):
     classes: int
 
 
-def policy_loss(case: Case) -> list[Step]:
-    """``linear_policy_loss`` with its gradients."""
-    room = max(SIZES["GradientElements"], case.width * case.classes * FLOAT // 2)
-    tiles = tiles_of(case.rows, case.classes, whole_rows=True, gradient_elements=room)
-    return list(steps(tiles, case.width, "policy_rows", True))
+def frozen_head(case: Case) -> list[Step]:
+    """``linear_token_log_probs`` of a head that has no gradient, and its backward pass."""
+    tiles = tiles_of(case.rows, case.classes, one_a_block=True)
+    return list(steps(tiles, case.width, "add_tile weigh_tile", "of hidden"))
 
 
 def log_probs(case: Case, batch_invariant: bool = False) -> list[Step]:
@@ -226,15 +233,15 @@ def log_probs(case: Case, batch_invariant: bool = False) -> list[Step]:
     one_tile = tiles.padded <= tiles.tile.rows and case.classes <= tiles.tile.classes
     multiplies = batch_invariant or not one_tile
     return [
-        *steps(tiles, case.width, "add_tile", False),
-        *steps(tiles, case.width, "differentiate_tile", True, multiplies),
+        *steps(tiles, case.width, "add_tile"),
+        *steps(tiles, case.width, "differentiate_tile", "of hidden, of weight", multiplies),
     ]
 
 
 def exact_kl(case: Case) -> list[Step]:
     """``linear_exact_kl`` and its backward pass to one head; the reference is of its width."""
     tiles = tiles_of(case.rows, case.classes)
-    loops = (("add_pair_tile", False), ("differentiate_pair_tile", True))
+    loops = (("add_pair_tile", ""), ("differentiate_pair_tile", "of hidden, of weight"))
     return [
         step
         for kernel, gradients in loops
@@ -257,8 +264,8 @@ def bare_product(case: Case, gpu: Gpu) -> float:
 LARGE = Case(8192, 4096, 151936)
 SMALL = Case(400, 4096, 151936)  # all logits are one tile
 LINEAR = {
-    "`linear_policy_loss`": (policy_loss, LARGE, 3),
     "`linear_token_log_probs`": (log_probs, LARGE, 4),
+    "the same, head frozen": (frozen_head, LARGE, 2),
     "`linear_exact_kl`, one gradient": (exact_kl, LARGE, 6),
 }
 
@@ -322,7 +329,7 @@ def linear_table(found: Mapping[str, Cells]) -> str:
         for gpu in GPUS:
             time, bare = total(run, gpu), bare_product(case, gpu)
             cells.append(f"{1e3 * time:.1f} ms, {time / bare / count:.2f}x")
-        cells += [cells_of.get(name.split("`")[1], "") for cells_of in found.values()]
+        cells += [cells_of.get(name.split(",")[0].strip("`"), "") for cells_of in found.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -19,8 +19,9 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "linear_token_log_probs(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, "
       "Tensor? mask, Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
-      "bool entropy, int? vocab_offset, bool batch_invariant, int stored_bytes) "
-      "-> (Tensor parts, Tensor logits, Tensor kept)");
+      "bool entropy, int? vocab_offset, bool batch_invariant, int stored_bytes, "
+      "bool sums_weights, *, Tensor? rounds_grads=None) "
+      "-> (Tensor parts, Tensor stored, Tensor kept)");
   m.def(
       "linear_token_log_probs_finish(Tensor parts, Tensor temperature, bool entropy) "
       "-> (Tensor log_probs, Tensor entropy, Tensor normalizers)");

@@ -21,14 +21,17 @@ def problem(dtype=torch.float32):
 
 
 def run(hidden, weight, bias, upstream, tokens, mask, **options):
-    """Log-probs, entropy and the gradients of the head."""
+    """Log-probs, entropy and the gradients of the head, and the hidden states' of a frozen head."""
     leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
     out = linear_token_log_probs(
         *(*leaves[:2], tokens, mask), bias=leaves[2], entropy=True, temperature=0.8, **options
     )
-    return [x.detach() for x in out], torch.autograd.grad(
-        tuple(out), leaves, [up.to(x) for up, x in zip(upstream, out, strict=True)]
-    )
+    ups = [up.to(x) for up, x in zip(upstream, out, strict=True)]
+    grads = torch.autograd.grad(tuple(out), leaves, ups)
+    frozen = linear_token_log_probs(
+        *(leaves[0], weight, tokens, mask), bias=bias, temperature=0.8, **options
+    ).log_probs
+    return [x.detach() for x in out], (*grads, *torch.autograd.grad(frozen, leaves[0], ups[0]))
 
 
 def run_loss(hidden, weight, bias, upstream, tokens, mask, **options):

@@ -328,6 +328,16 @@ void for_each_tile(const CpuHead& head, Span rows, Span classes, const MakeRoom&
   });
 }
 
+// Merges the parts of each of so many rows, segment by segment, into the first segment's.
+template <typename Part, typename Merge>
+void merge_segments(std::vector<Part>& parts, int64_t rows, const Merge& merge) {
+  for (int64_t i = rows; i < static_cast<int64_t>(parts.size()); ++i) {
+    Part& row = parts[i % rows];
+    row = merge(row, parts[i]);
+  }
+  parts.resize(rows);
+}
+
 // Calls f(room, rows, classes, parts) for blocks of rows and segments' tiles, on torch's threads;
 // `parts` are those of these rows in the segment. Returns each row's, merged in order.
 template <typename Part, typename MakeRoom, typename F, typename Merge>
@@ -342,11 +352,7 @@ std::vector<Part> reduced(const CpuHead& head, Span rows, const MakeRoom& make_r
     Part* of_block = parts.data() + segment * rows.count + block.first - rows.first;
     segments.for_each_tile(segment, [&](Span tile) { f(room, block, tile, of_block); });
   });
-  for (int64_t i = rows.count; i < segments.count() * rows.count; ++i) {
-    Part& row = parts[i % rows.count];
-    row = merge(row, parts[i]);
-  }
-  parts.resize(rows.count);
+  merge_segments(parts, rows.count, merge);
   return parts;
 }
 

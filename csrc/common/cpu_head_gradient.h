@@ -50,11 +50,10 @@ struct GradientParts {
 
 class CpuHeadGradient {
  public:
-  // Where products are in bfloat16, `rounds` lets them take gradients of logits rounded to it. The
-  // weight's gradient is of its dtype unless another is asked for.
+  // Where products are in bfloat16, `rounds` lets them take gradients of logits rounded to it.
   CpuHeadGradient(const CpuHead& head, const Tensor& hidden, const Tensor& weight,
                   const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias,
-                  bool rounds, std::optional<ScalarType> weight_dtype = std::nullopt)
+                  bool rounds)
       : head_(head), rounds_(rounds), hidden_like_(hidden) {
     if (of_hidden) {
       hidden_ = torch::stable::new_zeros(hidden, {head.padded(head.rows()), head.width()},
@@ -62,7 +61,7 @@ class CpuHeadGradient {
       if (head.products() != nullptr) find_norms();
     }
     if (of_weight) {
-      const ScalarType dtype = weight_dtype.value_or(weight.scalar_type());
+      const ScalarType dtype = weight.scalar_type();
       // The first rows overwrite it.
       weight_ = head.rows() > 0 ? new_uninitialised(weight, weight.sizes(), dtype)
                                 : torch::stable::new_zeros(weight, weight.sizes(), dtype);
@@ -77,6 +76,13 @@ class CpuHeadGradient {
     const bool here = of_class >= 0 && of_class < head_.classes();
     const float term = std::fabs(grad) * (here ? norms_[of_class] : mean_norm_);
     scales_[row].largest = std::fmax(scales_[row].largest, term);
+  }
+
+  // Multiplies what has been added to the hidden state's gradient of a row, and what is expected.
+  void rescale(int64_t row, float factor) {
+    float* sums = mutable_data<float>(*hidden_) + row * head_.width();
+    for (int64_t i = 0; i < head_.width(); ++i) sums[i] *= factor;
+    if (!scales_.empty()) scales_[row].largest *= factor;
   }
 
   // Adds what `grads`, the gradients of the logits of these rows and classes, contribute. A class
@@ -135,9 +141,9 @@ class CpuHeadGradient {
     return weight_.has_value() ? *weight_ : empty_vector(hidden_like_, hidden_like_.scalar_type());
   }
 
-  // Of the dtype of the hidden states unless another is asked for.
-  Tensor bias(float scale, std::optional<ScalarType> dtype = std::nullopt) const {
-    const ScalarType type = dtype.value_or(hidden_like_.scalar_type());
+  // Of the dtype of the hidden states.
+  Tensor bias(float scale) const {
+    const ScalarType type = hidden_like_.scalar_type();
     if (bias_sums_.empty()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
     const Tensor out = torch::stable::new_empty(
         hidden_like_, std::vector<int64_t>{static_cast<int64_t>(bias_sums_.size())}, type);

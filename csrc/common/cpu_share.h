@@ -67,6 +67,8 @@ struct Segments {
   int64_t tiles_each() const { return (tiles.count() + kMost - 1) / kMost; }
   int64_t count() const { return (tiles.count() + tiles_each() - 1) / tiles_each(); }
 
+  int64_t of_tile(Span tile) const { return tile.first / tiles.length / tiles_each(); }
+
   template <typename F>
   void for_each_tile(int64_t segment, F&& f) const {
     const int64_t first = segment * tiles_each();

@@ -184,7 +184,7 @@ class CudaHeadGradient {
  public:
   CudaHeadGradient(const OnDeviceOf& device, const HeadRows& rows, const CudaHead<T>& head,
                    const Tensor& hidden, const Tensor& weight, bool of_hidden, bool of_weight,
-                   bool of_bias, bool weight_in_float = false)
+                   bool of_bias)
       : device_(device),
         rows_(rows),
         head_(head),
@@ -192,7 +192,7 @@ class CudaHeadGradient {
         width_(weight.size(1)),
         grads_(new_matrix(hidden, rows.tiles.block.rows, rows.tiles.block.classes,
                           hidden.scalar_type())) {
-    const ScalarType dtype = weight_in_float ? ScalarType::Float : weight.scalar_type();
+    const ScalarType dtype = weight.scalar_type();
     if (of_hidden) hidden_ = sums({rows.tiles.padded, width_}, ScalarType::Float);
     if (of_weight) weight_ = sums({weight.size(0), width_}, dtype);
     if (of_bias) bias_ = sums({1, weight.size(0)}, ScalarType::Float);
@@ -208,6 +208,9 @@ class CudaHeadGradient {
     return {mutable_data<T>(grads_) + start + first_class % rows_.tiles.block.classes,
             rows_.tiles.block.classes};
   }
+
+  // What has been added to the gradients of the selected hidden states, [rows, width].
+  float* hidden_sums() const { return mutable_data<float>(*hidden_); }
 
   // Adds a block whose gradients are written.
   void add(int64_t first_class, int64_t first_row) {
@@ -240,17 +243,16 @@ class CudaHeadGradient {
     }
   }
 
-  // The gradients of hidden states and bias (in their dtype or float32) and of the weight; those
-  // that are not wanted are empty.
-  std::tuple<Tensor, Tensor, Tensor> result(bool hidden_in_float = false,
-                                            bool bias_in_float = false) const {
+  // The gradients of hidden states (in their dtype or float32), weight and bias; those that are
+  // not wanted are empty.
+  std::tuple<Tensor, Tensor, Tensor> result(bool hidden_in_float = false) const {
     // Separate tensors, as outputs of an op must not share storage.
     Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;
     if (bias_.has_value()) {
       const Tensor sum = torch::stable::view(*bias_, {bias_->numel()});
-      bias = bias_in_float ? sum : torch::stable::to(sum, like_.scalar_type());
+      bias = torch::stable::to(sum, like_.scalar_type());
     }
     return {hidden, weight, bias};
   }

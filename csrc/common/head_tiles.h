@@ -12,12 +12,11 @@ struct Extent {
   int64_t rows, classes;
 };
 
-// Tiles of products, all classes of a few rows if whole rows are wanted, and blocks of gradients.
+// Tiles of products, and blocks of gradients.
 struct HeadTiles {
   struct Options {
     bool batch_invariant = false;  // a row's bits must not depend on the number of rows
-    bool whole_rows = false;
-    int64_t gradient_elements = kGradientElements;  // those that may exist at a time
+    bool one_a_block = false;      // each tile is a block of its own
   };
 
   int64_t count = 0;  // of rows
@@ -31,16 +30,15 @@ struct HeadTiles {
   HeadTiles(int64_t count, int64_t classes, Options options)
       : count(count), classes(classes), batch_invariant(options.batch_invariant) {
     const int64_t all = (classes + kColumnStep - 1) / kColumnStep * kColumnStep;
-    const int64_t most = options.whole_rows ? multiple(kTileElements / all, kRowStep) : kMostRows;
-    tile.rows =
-        batch_invariant ? kInvariantRows : std::max<int64_t>(1, std::min({count, most, kMostRows}));
+    tile.rows = batch_invariant ? kInvariantRows : std::clamp<int64_t>(count, 1, kMostRows);
     padded = batch_invariant ? (count + tile.rows - 1) / tile.rows * tile.rows : count;
-    tile.classes =
-        options.whole_rows ? all : std::min(all, room(kTileElements, tile.rows, kColumnStep));
+    tile.classes = std::min(all, room(kTileElements, tile.rows, kColumnStep));
+    block = tile;
+    if (options.one_a_block) return;
     // As many tiles as the gradients have room for, more classes before more rows, the last of
     // which need not fit.
-    block.classes = std::min(all, room(options.gradient_elements, tile.rows, tile.classes));
-    const int64_t fit = options.gradient_elements / block.classes;
+    block.classes = std::min(all, room(kGradientElements, tile.rows, tile.classes));
+    const int64_t fit = kGradientElements / block.classes;
     block.rows = std::min(padded, room(fit + tile.rows - 1, 1, tile.rows));
   }
 

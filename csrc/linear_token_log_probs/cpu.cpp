@@ -26,21 +26,89 @@ std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
       [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
 }
 
+// The same, and the rows' sums of the head's weights over all classes but the target: where only
+// the hidden states have a gradient, that is all it takes from the vocabulary, whatever the loss. A
+// part of the classes is weighed by exponentials relative to the largest logit so far.
+std::vector<RowSoftmax> softmax_and_sums(const CpuHead& head, const TileRows& tiles,
+                                         const std::vector<int64_t>& targets, float inv_temperature,
+                                         CpuHeadGradient& sums) {
+  const auto merged = [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); };
+  const Segments segments = head.segments();
+  std::vector<RowSoftmax> of_segments(segments.count() * head.rows()), so_far(head.rows()), of_part;
+  const GradientParts parts(head);
+  const Tensor floats = new_floats(head.weight(), parts.floats(head));
+  parts.for_each([&](Span rows, Span classes) {
+    const FloatMatrix part{mutable_data<float>(floats), classes.count};
+    const auto at = [&](int64_t row, Span tile) {
+      return part.at(row - rows.first, tile.first - classes.first);
+    };
+    const Spans in_part = head.tiles(classes);
+    of_part.assign(in_part.count() * rows.count, RowSoftmax());
+    const auto of_tile = [&](Span tile) {
+      return of_part.data() + (tile.first - classes.first) / in_part.length * rows.count;
+    };
+    const auto make_room = [&] { return CpuHead::Room(head); };
+    for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
+      head.logits(room, block, tile, {at(block.first, tile), part.row});
+      for (int64_t row = block.first; row < block.end(); ++row) {
+        tiles.add(at(row, tile), tile, targets[row], false, of_tile(tile)[row - rows.first]);
+      }
+    });
+    for (int64_t row = rows.first; row < rows.end(); ++row) {
+      const float before = so_far[row].part.max;
+      for (int64_t t = 0; t < in_part.count(); ++t) {
+        const RowSoftmax& of_row = of_tile(in_part[t])[row - rows.first];
+        RowSoftmax& of_segment = of_segments[segments.of_tile(in_part[t]) * head.rows() + row];
+        of_segment = merged(of_segment, of_row);
+        so_far[row] = merged(so_far[row], of_row);
+      }
+      const auto& [softmax, target_logit] = so_far[row];
+      if (softmax.max > before) {
+        sums.rescale(row, std::exp((before - softmax.max) * inv_temperature));
+      }
+      // What its target will add counts as much as all that the others have.
+      const double of_target = std::exp((target_logit - softmax.max) * inv_temperature);
+      tiles.expect(sums, row, targets[row],
+                   static_cast<float>(std::fmax(softmax.sum - of_target, 0.0)));
+    }
+    const auto no_room = [] { return nullptr; };
+    for_each_tile(head, rows, classes, no_room, [&](auto&, Span block, Span tile) {
+      for (int64_t row = block.first; row < block.end(); ++row) {
+        tiles.weigh(at(row, tile), tile, targets[row], so_far[row].part.max);
+      }
+    });
+    sums.add(rows, classes, part);
+  });
+  merge_segments(of_segments, head.rows(), merged);
+  return of_segments;
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                                            Tensor tokens, std::optional<Tensor> mask,
                                            std::optional<Tensor> offsets, bool shift,
                                            Tensor temperature, double scale, double softcap,
                                            bool entropy, std::optional<int64_t> vocab_offset,
-                                           bool batch_invariant, int64_t stored_bytes) {
+                                           bool batch_invariant, int64_t stored_bytes,
+                                           bool sums_weights, std::optional<Tensor> rounds_grads) {
   Tensor parts = empty_per_token(hidden, 4);
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   if (!vocab_offset.has_value()) kept.check_targets(weight.size(0));
   const float inv_temperature = inverse_temperature(temperature);
-  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias,
-                     static_cast<float>(scale), batch_invariant);
+  const float head_scale = static_cast<float>(scale);
+  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, head_scale,
+                     batch_invariant);
   const TileRows tiles(head, inv_temperature, softcap);
-  const StoredLogits stored(head, stored_bytes);
-  const std::vector<RowSoftmax> rows = softmax_of(head, tiles, kept.targets, entropy, stored);
+  std::vector<RowSoftmax> rows;
+  Tensor stored;
+  if (sums_weights) {
+    CpuHeadGradient sums(head, hidden, weight, bias, true, false, false, is_set(rounds_grads));
+    rows = softmax_and_sums(head, tiles, kept.targets, inv_temperature, sums);
+    stored = sums.hidden(kept.map, kept.tokens, head_scale, ScalarType::Float);
+  } else {
+    const StoredLogits logits(head, stored_bytes);
+    rows = softmax_of(head, tiles, kept.targets, entropy, logits);
+    stored = logits.tensor();
+  }
 
   VocabPart* out = mutable_data<VocabPart>(parts);
   std::fill_n(out, tokens.numel(), dropped_part(vocab_offset.value_or(0) == 0));
@@ -49,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
     out[kept.tokens[i]] = {max, static_cast<float>(sum), static_cast<float>(dot),
                            rows[i].target_logit};
   }
-  return {parts, stored.tensor(), empty_vector(hidden, ScalarType::Long)};
+  return {parts, stored, empty_vector(hidden, ScalarType::Long)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {
@@ -95,7 +163,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   };
   for (size_t i = 0; i < kept.tokens.size(); ++i) {
     const int64_t n = kept.tokens[i];
-    tiles.expect(gradient, i, kept.targets[i], of_row(n), data<float>(log_probs)[n]);
+    const float log_prob = data<float>(log_probs)[n];
+    if (log_prob == -INFINITY) continue;  // it may be in no shard
+    tiles.expect(gradient, i, kept.targets[i], of_row(n).target(log_prob));
   }
   add_gradients(
       head, gradient, StoredLogits(head, logits),

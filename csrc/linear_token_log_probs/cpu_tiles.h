@@ -11,6 +11,7 @@
 #include "common/outside.h"
 #include "common/rows.h"
 #include "linear_token_log_probs/cpu_rows.h"
+#include "linear_token_log_probs/math.h"
 #include "token_log_probs/cpu_rows.h"
 
 namespace fusedrl {
@@ -81,30 +82,23 @@ class TileRows {
     if (bias != nullptr || cap_ > 0) kernels_of_head_.shape(x, bias, tile.count, cap_);
   }
 
+  // What each class's weights count in their sum, from a row's logits, in place.
+  void weigh(float* x, Span tile, int64_t target, float max) const {
+    differentiate(x, x, tile, target, exponentials(max, inv_temperature_), 0.0f);
+  }
+
   // Tells the head's gradient of a row what the target's will be, wherever in the vocabulary it is.
-  // A softcap may leave nothing of it, and a target without probability may be in no shard.
-  void expect(CpuHeadGradient& head, int64_t row, int64_t target, const RowGradient& gradient,
-              float target_log_prob) const {
-    if (cap_ == 0 && target_log_prob > -INFINITY) {
-      head.expect(row, target, gradient.target(target_log_prob));
-    }
+  // A softcap may leave nothing of it.
+  void expect(CpuHeadGradient& head, int64_t row, int64_t target, float of_target) const {
+    if (cap_ == 0) head.expect(row, target, of_target);
   }
 
   // The gradients of a row's products from its logits, which they may overwrite.
   void differentiate(const float* x, float* grads, Span tile, int64_t target,
                      const RowGradient& gradient, float target_log_prob) const {
-    differentiate(x, grads, tile, gradient, [&] {
-      if (tile.has(target)) grads[target - tile.first] = gradient.target(target_log_prob);
-    });
-  }
-
-  // The same where put() sets the gradients of those logits that `gradient` is not of.
-  template <typename Put>
-  void differentiate(const float* x, float* grads, Span tile, const RowGradient& gradient,
-                     Put&& put) const {
     const LogitsOfTile capped(x, grads, tile.count, cap_ > 0);
     kernels_.backward(x, grads, tile.count, gradient);
-    put();
+    if (tile.has(target)) grads[target - tile.first] = gradient.target(target_log_prob);
     if (cap_ > 0) kernels_of_head_.chain(capped.data(), grads, tile.count, cap_);
   }
 

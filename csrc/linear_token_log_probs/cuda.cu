@@ -7,35 +7,68 @@
 namespace fusedrl {
 namespace {
 
-// backward() multiplies again, unless all logits are one tile, which is stored.
+// Adds up each row's softmax over the tiles, and where `sums` are wanted, the weights of all
+// classes but the target as each counts.
+template <typename T>
+Tensor add_tiles(const OnDeviceOf& device, const HeadRows& rows, CudaHead<T>& head,
+                 const Tensor& hidden, const Tensor& weight, const int64_t* targets, bool entropy,
+                 bool sums_weights, VocabPart* parts) {
+  const auto add = entropy ? add_tile<true, T> : add_tile<false, T>;
+  const auto add_to_parts = [&](int64_t first_class, int64_t first_row) {
+    const Tile<T> tile = head.tile(first_class, first_row);
+    device.launch(add, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
+                  rows.rows, targets, parts);
+    return tile;
+  };
+  if (!sums_weights) {
+    for_each_tile(rows.tiles, add_to_parts);
+    return empty_vector(hidden, ScalarType::Float);
+  }
+  CudaHeadGradient<T> sums(device, rows, head, hidden, weight, true, false, false);
+  const Tensor relative_to = new_matrix(hidden, rows.kept.count, 1, ScalarType::Float);
+  Tensor start = relative_to;
+  torch::stable::fill_(start, -INFINITY);
+  for_each_tile(
+      rows.tiles,
+      [&](int64_t first_class, int64_t first_row) {
+        const Tile<T> tile = add_to_parts(first_class, first_row);
+        device.launch(weigh_tile<T>, tile.rows, threads_for(tile.classes * sizeof(float)), tile,
+                      rows.kept, rows.rows, targets, parts, mutable_data<float>(relative_to),
+                      sums.hidden_sums(), weight.size(1), sums.grads(first_class, first_row));
+      },
+      [&](int64_t first_class, int64_t first_row) { sums.add(first_class, first_row); });
+  return std::get<0>(sums.result(true));
+}
+
+// backward() multiplies again, unless all logits are one tile, which is stored, or only the hidden
+// states have a gradient, whose sums of weights are.
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                                            Tensor tokens, std::optional<Tensor> mask,
                                            std::optional<Tensor> offsets, bool shift,
                                            Tensor temperature, double scale, double softcap,
                                            bool entropy, std::optional<int64_t> vocab_offset,
-                                           bool batch_invariant, int64_t stored_bytes) {
+                                           bool batch_invariant, int64_t stored_bytes,
+                                           bool sums_weights,
+                                           std::optional<Tensor> /*rounds_grads*/) {
   const OnDeviceOf device(hidden);
   Tensor parts = empty_per_token(hidden, 4);
-  Tensor logits = empty_vector(hidden, ScalarType::Float);
-  if (tokens.numel() == 0) return {parts, logits, empty_vector(hidden, ScalarType::Long)};
+  Tensor stored = sums_weights ? torch::stable::new_zeros(hidden, hidden.sizes(), ScalarType::Float)
+                               : empty_vector(hidden, ScalarType::Float);
+  if (tokens.numel() == 0) return {parts, stored, empty_vector(hidden, ScalarType::Long)};
   VocabPart* out = mutable_data<VocabPart>(parts);
   const int64_t* targets = data<int64_t>(tokens);
   const HeadRows rows(device, hidden, mask, offsets, shift, temperature, weight.size(0),
-                      {.batch_invariant = batch_invariant});
+                      {.batch_invariant = batch_invariant, .one_a_block = sums_weights});
   device.launch(start_parts, element_blocks(tokens.numel()), kElementThreads, rows.rows, targets,
                 !vocab_offset.has_value(), vocab_offset.value_or(0) == 0, out);
   dispatch_half_or_float(hidden, "hidden", [&]<typename T>() {
     CudaHead<T> head(device, rows, hidden, weight, bias, scale, softcap, std::nullopt,
                      vocab_offset.value_or(0));
-    const auto add = entropy ? add_tile<true, T> : add_tile<false, T>;
-    for_each_tile(rows.tiles, [&](int64_t first_class, int64_t first_row) {
-      const Tile<T> tile = head.tile(first_class, first_row);
-      device.launch(add, tile.rows, threads_for(tile.classes * sizeof(float)), tile, rows.kept,
-                    rows.rows, targets, out);
-    });
-    logits = head.stored(stored_bytes);
+    const Tensor sums =
+        add_tiles(device, rows, head, hidden, weight, targets, entropy, sums_weights, out);
+    stored = sums_weights ? sums : head.stored(stored_bytes);
   });
-  return {parts, logits, rows.stored(stored_bytes)};
+  return {parts, stored, rows.stored(stored_bytes)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> combine(Tensor parts, Tensor temperature, bool entropy) {

@@ -44,6 +44,45 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 }
 
+// Writes the gradients of a row of matrix products, in the dtype of the products' factors. `target`
+// counts in the tile.
+template <typename T>
+__device__ void differentiate_row(const Tile<T>& tile, const float* row, T* grad, int64_t target,
+                                  const RowGradient& gradient, float target_log_prob) {
+  const LogitGradients gradients{gradient, target, gradient.target(target_log_prob)};
+  for_each_pack<kPacksInFlight>({row}, tile.classes, [&](auto& logits, int first) {
+    tile.shape(logits[0].at, first);
+    auto grads = logits[0];
+    gradients(grads.at, first);
+    tile.shape.chain(grads.at, logits[0].at);
+    store(grad + first, grads.at);
+  });
+}
+
+// Turns the logits of a tile into what their classes' weights count in a row's sum, relative to the
+// largest logit so far, and makes the sum so far relative to it, too: one block a row.
+template <typename T>
+__global__ void __launch_bounds__(kMaxThreads, 2)
+    weigh_tile(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens,
+               const VocabPart* parts, float* relative_to, float* sums, int64_t width,
+               GradTile<T> counts) {
+  const float inv_temperature = rows.inverse_temperature();
+  for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
+    const int64_t n = kept.token(tile.first_row + r);
+    const float max = parts[n].max;
+    float& before = relative_to[tile.first_row + r];
+    if (before != max && before > -INFINITY) {
+      const float factor = expf((before - max) * inv_temperature);
+      float* sum = sums + (tile.first_row + r) * width;
+      for (int64_t k = threadIdx.x; k < width; k += blockDim.x) sum[k] *= factor;
+    }
+    differentiate_row(tile, tile.row(r), counts.row(r), tokens[n] - tile.first_class,
+                      exponentials(max, inv_temperature), 0.0f);
+    __syncthreads();
+    if (threadIdx.x == 0) before = max;
+  }
+}
+
 static __global__ void finish_parts(const VocabPart* parts, int64_t shards, int64_t tokens,
                                     Scalar temperature, float* log_probs, float* entropies,
                                     Normalizer* normalizers) {
@@ -71,21 +110,6 @@ struct TokenGradients {
             normalizers[n], inv_temperature};
   }
 };
-
-// Writes the gradients of a row of matrix products, in the dtype of the products' factors. `target`
-// counts in the tile.
-template <typename T>
-__device__ void differentiate_row(const Tile<T>& tile, const float* row, T* grad, int64_t target,
-                                  const RowGradient& gradient, float target_log_prob) {
-  const LogitGradients gradients{gradient, target, gradient.target(target_log_prob)};
-  for_each_pack<kPacksInFlight>({row}, tile.classes, [&](auto& logits, int first) {
-    tile.shape(logits[0].at, first);
-    auto grads = logits[0];
-    gradients(grads.at, first);
-    tile.shape.chain(grads.at, logits[0].at);
-    store(grad + first, grads.at);
-  });
-}
 
 // The gradients of a tile of matrix products.
 template <typename T>

@@ -20,6 +20,14 @@ FUSEDRL_HD VocabPart dropped_part(bool first_shard) {
   return part;
 }
 
+// What makes of a row's logits, as if it were their gradient, how much each class's weights count
+// in the sum over all but the target: its exponential relative to the logit `max`. The target's
+// gradient where its log-prob is 0 is 0.
+FUSEDRL_HD RowGradient exponentials(float max, float inv_temperature) {
+  return {
+      -1.0f / inv_temperature, 0.0f, 0.0f, {max == -INFINITY ? 0.0f : max, 0.0f}, inv_temperature};
+}
+
 FUSEDRL_HD RowResult finish(const VocabPart* parts, int64_t shards, int64_t stride,
                             float inv_temperature) {
   SoftmaxPart<double> all;

@@ -44,7 +44,7 @@ def device(monkeypatch):
     """A device whose tensors count as tensors with values, so that what reads them shows."""
     monkeypatch.setattr(_dispatch, "has_values", lambda tensor: True)
     # Logits are stored for kept rows alone, whose number is not known there.
-    monkeypatch.setattr(_stored, "MOST_BYTES_ON_CUDA", 0)
+    monkeypatch.setattr(_stored, "MOST_BYTES", 0)
     return "meta"
 
 

@@ -162,7 +162,7 @@ def test_stored_logits_are_those_that_are_multiplied_again(direction, dtype):
     outcomes = []
     for most_bytes in (0, 1 << 24):
         hidden, weight, bias = (x.detach().clone().requires_grad_() for x in inputs[:-1])
-        with mock.patch.object(_stored, "MOST_BYTES_ON_CUDA", most_bytes):
+        with mock.patch.object(_stored, "MOST_BYTES", most_bytes):
             if direction is None:
                 out = linear_token_log_probs(
                     hidden, weight, tokens, bias=bias, softcap=3.0

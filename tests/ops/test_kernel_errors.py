@@ -16,7 +16,7 @@ def log_probs(rows=ROWS, offsets=None, temperature=ONE):
 
 
 def linear(rows=ROWS, offsets=None, temperature=ONE):
-    rest = (None, offsets, False, temperature, 1.0, 0.0, False, None, False, 0)
+    rest = (None, offsets, False, temperature, 1.0, 0.0, False, None, False, 0, False)
     return OPS.linear_token_log_probs(rows, HEAD.to(rows.dtype), None, TOKENS, *rest)
 
 

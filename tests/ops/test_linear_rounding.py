@@ -88,7 +88,7 @@ def unrounded_hidden_gradient(hidden, weight, tokens, grads):
     """In float32, as the ranks of a sharded vocabulary add it up."""
     ops = torch.ops.fusedrl
     args = (hidden, weight, None, tokens, None, None, False, ONE, 1.0, 0.0)
-    parts, *stored = ops.linear_token_log_probs(*args, True, 0, False, 0)
+    parts, *stored = ops.linear_token_log_probs(*args, True, 0, False, 0, False)
     results = ops.linear_token_log_probs_finish(parts[None], ONE, True)
     return ops.linear_token_log_probs_backward(
         *grads, *args, *results, *stored, 0, False, True, False, False
@@ -117,6 +117,25 @@ def test_the_hidden_gradient_before_it_is_rounded(model, of_entropy):
         return row_errors(found, truth).max()
 
     assert worst_row(hidden, weight) < 1.5 * worst_row(hidden.float(), weight.float()) + HALF / 16
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_hidden_gradient_behind_a_frozen_head(model):
+    """Summed before anything is known of the row's probabilities or of the loss."""
+    hidden, weight = (x.bfloat16() for x in MODELS[model]())
+    tokens = (hidden.double() @ weight.double().T).argmax(-1)
+    tokens[::2] = torch.randint(0, CLASSES, tokens[::2].shape)
+    upstream = torch.randn(ROWS)
+
+    def gradient_in(dtype, impl):
+        leaf = hidden.to(dtype).requires_grad_()
+        log_probs = linear_token_log_probs(leaf, weight.to(dtype), tokens, impl=impl).log_probs
+        return torch.autograd.grad(log_probs, leaf, upstream.to(log_probs))[0]
+
+    found, in_float = gradient_in(torch.bfloat16, "cpu"), gradient_in(torch.float32, "cpu")
+    truth = gradient_in(torch.float64, "reference")
+    assert error(found, truth) < 1.1 * error(in_float.bfloat16(), truth) + 1e-5
+    assert row_errors(found, truth).max() < row_errors(in_float.bfloat16(), truth).max() + HALF / 16
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])

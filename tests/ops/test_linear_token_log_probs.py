@@ -67,6 +67,14 @@ def results(path, inputs, tokens, upstream, dtype=None, **options):
     return [x.detach() for x in out], grads
 
 
+def frozen_head(inputs, tokens, upstream, **options):
+    """Log-probs and the hidden states' gradient, in one pass over a head that has none."""
+    hidden, weight, bias = inputs
+    leaf = hidden.detach().requires_grad_()
+    out = linear_token_log_probs(leaf, weight, tokens, bias=bias, impl="cpu", **options).log_probs
+    return out.detach(), torch.autograd.grad(out, leaf, upstream[0])[0]
+
+
 def check(inputs, tokens, upstream=None, **options):
     """The compiled op is no worse than torch, both in the dtype of the inputs."""
     upstream = torch.randn(2, *tokens.shape) if upstream is None else upstream
@@ -82,6 +90,14 @@ def check(inputs, tokens, upstream=None, **options):
                                      truth[0] + [*truth[1]], strict=True):  # fmt: skip
             largest = exact[exact.isfinite()].abs().max().item() if exact.isfinite().any() else 0.0
             no_worse(got, other, exact, 3e-6 * max(1.0, largest))
+    upstream = torch.stack((upstream[0], torch.zeros_like(upstream[0])))
+    theirs, truth = (
+        results(path, inputs, tokens, upstream, dtype, **options)
+        for path, dtype in ((torch_path, None), (reference, torch.float64))
+    )
+    log_probs, grad = frozen_head(inputs, tokens, upstream, **options)
+    assert torch.equal(log_probs, mine[0][0])
+    no_worse(grad, theirs[1][0], truth[1][0], 3e-6 * max(1.0, truth[1][0].abs().max().item()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,6 +182,18 @@ def test_a_peak_late_in_its_tile(at, peak):
     assert ours.log_probs <= 0 <= ours.entropy
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rises", [False, True])
+def test_a_frozen_head_whose_largest_logits_come_last_or_first(dtype, rises):
+    """What has been summed is made relative to a larger logit, and nothing overflows."""
+    *inputs, tokens = problem(40, 30000, 16, dtype)
+    inputs[2] = torch.linspace(-60, 60, 30000).to(dtype)
+    tokens[::2] = 29999  # almost sure
+    if not rises:
+        inputs[2], tokens = inputs[2].flip(0), 29999 - tokens
+    check(inputs, tokens)
+
+
 @pytest.mark.parametrize("certainty", [2.0, 8.0, 14.0])
 def test_sure_token_keeps_its_gradient(certainty):
     """The true class has gradient 1 - p, -expm1(log p): 1 - exp loses all digits near p = 1."""
@@ -246,3 +274,10 @@ def test_random_ragged_batches_equal_the_reference(
     truth = results(reference, inputs, tokens, upstream, torch.float64, **options)
     for got, exact in zip(mine[0] + [*mine[1]], truth[0] + [*truth[1]], strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=2e-5)
+    upstream[1] = 0
+    (exact, _), (of_hidden, *_) = results(
+        reference, inputs, tokens, upstream, torch.float64, **options
+    )
+    log_probs, grad = frozen_head(inputs, tokens, upstream, batch_invariant=invariant, **options)
+    torch.testing.assert_close(log_probs.double(), exact, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(grad.double(), of_hidden, rtol=2e-5, atol=2e-5)

@@ -103,12 +103,12 @@ def test_ranks_with_a_shard_each_equal_the_whole(tmp_path: Path, bounds, dtype):
             mine, of_shard = ranks[rank][i]
             for got, exact in zip(mine, values, strict=True):
                 torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=2e-6)
-            expected = (grads[0], grads[1][start:end], grads[2][start:end])
+            expected = (grads[0], grads[1][start:end], grads[2][start:end], grads[3])
             for got, exact in zip(of_shard, expected, strict=True):
                 torch.testing.assert_close(got, exact.to(dtype), **half)
         # Bit by bit: training with a sharded head must not let the copies of the body drift apart.
         assert all(map(torch.equal, ranks[0][i][0], ranks[1][i][0]))
-        assert torch.equal(ranks[0][i][1][0], ranks[1][i][1][0])
+        assert all(torch.equal(ranks[0][i][1][j], ranks[1][i][1][j]) for j in (0, 3))
     whole = run_loss(*(x.double() for x in (hidden, weight, bias)), upstream, tokens, mask)
     for rank, (start, end) in enumerate(itertools.pairwise(bounds)):
         for i, (got, exact) in enumerate(zip(losses[rank], whole, strict=True)):

@@ -175,6 +175,31 @@ def check_bits_of_a_row():
             assert torch.equal(torch.stack(part), whole[:, chosen])
 
 
+def check_sums_of_a_frozen_head():
+    """What is summed beside the softmax, over tiles whose largest logits rise, fall or are none."""
+    for dtype, shift, (shape, offsets) in itertools.product(DTYPES, [False, True], LAYOUTS):
+        count = torch.Size(shape).numel()
+        hidden, weight, bias, tokens = head(count, 35, 6, dtype)
+        weight *= torch.linspace(0.2, 3, 35, dtype=dtype)[:, None].flip(0 if shift else 1)
+        bias[:16] = -torch.inf if shift else bias[:16]
+        tokens = (tokens % 19 + 16).view(shape)
+        mask = torch.arange(count).view(shape) % 3 != 0
+        options = {"offsets": offsets, "shift": shift, "softcap": 3.0 if shift else None}
+        upstream, results = torch.randn(shape), []
+        for impl, of in (("cpu", dtype), ("reference", torch.float64)):
+            leaf = hidden.to(of).view(*shape, 6).requires_grad_()
+            found = linear_token_log_probs(
+                *(leaf, weight.to(of), tokens, mask), bias=bias.to(of), scale=0.8, temperature=0.7,
+                impl=impl, **options,
+            ).log_probs  # fmt: skip
+            results.append(torch.autograd.grad(found, leaf, upstream.to(found))[0])
+        got, want = results
+        tol = max(TOLERANCE[dtype], 1e-5)
+        atol = tol * want.abs().max().item()
+        torch.testing.assert_close(got.double(), want, rtol=tol, atol=atol)
+        assert torch.equal(got.any(-1), want.any(-1))
+
+
 def check_shards():
     """Parts combine to the whole, and what shards' gradients add up to is the whole's."""
     bounds = [(0, 11), (11, 12), (12, 35)]

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from fusedrl.ops import _dispatch
 
-# The backward pass would multiply the head again, which is a quarter of the time of both. Without a
-# bound the memory would grow like the logits, which is what these ops are there to avoid.
-MOST_BYTES = 64 << 20
-MOST_BYTES_ON_CUDA = 256 << 20  # a tile, which the forward pass has in memory anyway
+# Of the logits of the kept rows; if they take more, none are stored, and the backward pass
+# multiplies the head again, which is a quarter of the time of both. On CUDA they are a tile, which
+# is there anyway.
+MOST_BYTES = int(os.environ.get("FUSEDRL_STORED_MIB", "256")) << 20
 
 
 def stored_bytes(hidden: Tensor) -> int:
-    """How many bytes the logits of the kept rows may take; if they take more, none are stored.
+    """How many bytes the logits of the kept rows may take.
 
     Of traced tensors, whose shapes are those of the inputs, nothing is stored: how many rows are
     kept is not known.
     """
-    if not _dispatch.has_values(hidden):
-        return 0
-    return MOST_BYTES if hidden.is_cpu else MOST_BYTES_ON_CUDA
+    return MOST_BYTES if _dispatch.has_values(hidden) else 0
 
 
 def fake(like: Tensor, most_bytes: int, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,6 @@ inline int64_t &kTileElements = tile_elements, &kTermElements = tile_elements;
 
 constexpr int64_t kGradientElements = 150;
 constexpr int64_t kMostRows = 4;
-constexpr int64_t kRowStep = 2;
 constexpr int64_t kInvariantRows = 3;
 constexpr int64_t kColumnStep = 4;
 constexpr int kElementThreads = 32;

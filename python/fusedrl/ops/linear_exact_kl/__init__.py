@@ -43,9 +43,8 @@ def linear_exact_kl(
     softcap is given; the reference's are made in the same way. Both exist a tile at a time (see
     :func:`linear_token_log_probs`), and only for the kept rows. The Jensen-Shannon divergence
     needs the normalizers first and makes all logits twice, and the backward pass makes them again.
-    Where the logits of the kept rows of both sides take at most 64 MiB on the CPU, or 256 MiB on
-    CUDA, they are stored instead and made once. Each side gets gradients only where they are
-    required.
+    Where the logits of the kept rows of both sides take at most 256 MiB, they are stored instead
+    and made once. Each side gets gradients only where they are required.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.

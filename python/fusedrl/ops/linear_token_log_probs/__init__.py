@@ -39,9 +39,11 @@ def linear_token_log_probs(
     thread of the CPU (4 MiB in the backward pass, beside copies of the kept hidden states and of
     the weights of a tile), at most 256 MiB on CUDA (and 512 MiB of gradients in half precision), or
     none (Triton). The backward pass computes them again, but where those of the kept rows take at
-    most 64 MiB on the CPU or 256 MiB on CUDA, and are stored (never with ``batch_invariant`` or
-    under ``torch.compile``); it sums every gradient in float32 and rounds it once. On CUDA, a mask,
-    or a shift of packed rows, makes the host wait for the number of kept rows.
+    most 256 MiB (``FUSEDRL_STORED_MIB`` in the environment) and are stored, never with
+    ``batch_invariant`` or under ``torch.compile``. Behind a frozen head, without ``entropy``, the
+    forward pass already takes all that the gradient needs from the logits. Every gradient is summed
+    in float32 and rounded once. On CUDA, a mask, or a shift of packed rows, makes the host wait for
+    the number of kept rows.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.
@@ -49,8 +51,7 @@ def linear_token_log_probs(
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
             or float16 (float64 runs through the reference).
-        weight: ``[V, H]`` of the dtype of ``hidden``. A frozen weight costs no gradient, and a tied
-            one needs nothing special.
+        weight: ``[V, H]`` of the dtype of ``hidden``. A tied one needs nothing special.
         tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; values in ``[0, V)``
             wherever they are read.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. A dropped token has log-prob exactly

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,21 +23,37 @@ def statistics(chosen: str, args: tuple[Any, ...]) -> Tensor:
 
 
 def _statistics(
-    chosen: str, args: tuple[Any, ...], most_bytes: int
+    chosen: str, args: tuple[Any, ...], most_bytes: int, sums_weights: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and what is stored: logits, and the tokens that are kept."""
+    """The same, and what is stored: logits or sums of weights, and the tokens that are kept."""
     if chosen == "triton":
         return torch.ops.fusedrl.linear_token_log_probs_triton(*args, most_bytes)
-    return torch.ops.fusedrl.linear_token_log_probs(*args, most_bytes)
+    rounds = _rounding.rounds_grads(args[0], args[0]) if sums_weights else None
+    return torch.ops.fusedrl.linear_token_log_probs(
+        *args, most_bytes, sums_weights, rounds_grads=rounds
+    )
 
 
 def run(call: Call, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy over the classes of all ranks of the group."""
     if call.needs_grad:
-        return _autograd.apply(_Autograd, call.chosen, group, *call.args)
+        return _autograd.apply(_Autograd, call.chosen, group, _sums_weights(call), *call.args)
     parts = statistics(call.chosen, call.args)
     log_probs, row_entropy, _ = _finish(parts, group, call.args)
     return log_probs, row_entropy
+
+
+def _sums_weights(call: Call) -> bool:
+    """Whether the forward pass takes from the head all that the hidden states' gradient needs.
+
+    That is ``c (w_y - sum_v p_v w_v)``, where only ``c`` depends on the loss. The gradient of an
+    entropy needs another sum, and a row's bits would depend on how many classes are weighed at
+    once.
+    """
+    _, weight, bias, *_, entropy, _, batch_invariant = call.args
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    narrow = call.chosen == "cuda" and weight.dtype == torch.float16  # for exponentials
+    return call.chosen != "triton" and not (trains or entropy or batch_invariant or narrow)
 
 
 def _finish(
@@ -58,14 +75,18 @@ def gathered(statistics: Tensor, group: ProcessGroup) -> Tensor:
 
 class _Autograd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chosen: str, group: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, chosen: str, group: Any, sums_weights: bool, *args: Any
+    ) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        parts, *stored = _statistics(chosen, args, _stored.stored_bytes(hidden))
+        most_bytes = 0 if sums_weights else _stored.stored_bytes(hidden)
+        parts, *stored = _statistics(chosen, args, most_bytes, sums_weights)
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
         ctx.save_for_backward(
             *(hidden, weight, bias, tokens, mask, offsets, temperature),
             *(log_probs, row_entropy, normalizers, *stored),
+            parts if sums_weights else None,
         )
         ctx.options = (group, shift, scale, softcap, entropy, vocab_offset, batch_invariant)
         if not entropy:
@@ -79,31 +100,77 @@ class _Autograd(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
         saved = ctx.saved_tensors
-        hidden, weight, bias, tokens, mask, offsets, temperature, *results = saved
+        hidden, weight, bias, tokens, mask, offsets, temperature, *results, parts = saved
         group, shift, scale, softcap, entropy, vocab_offset, batch_invariant = ctx.options
-        _, _, of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
-        of_head = torch.ops.fusedrl.linear_token_log_probs_backward(
-            grad_log_probs.contiguous(),
-            grad_entropy.contiguous() if entropy else None,
-            *(hidden, weight, bias, tokens, mask, offsets, shift, temperature, scale, softcap),
-            *(*results, vocab_offset, batch_invariant, of_hidden, of_weight, of_bias),
-            rounds_grads=_rounding.rounds_grads(hidden, grad_log_probs),
-        )
+        *_, of_hidden, of_weight, of_bias = ctx.needs_input_grad[:6]
+        if parts is not None:
+            of_head = (_grad_of_hidden(saved, ctx.options, grad_log_probs), None, None)
+        else:
+            of_head = torch.ops.fusedrl.linear_token_log_probs_backward(
+                grad_log_probs.contiguous(),
+                grad_entropy.contiguous() if entropy else None,
+                *(hidden, weight, bias, tokens, mask, offsets, shift, temperature, scale, softcap),
+                *(*results, vocab_offset, batch_invariant, of_hidden, of_weight, of_bias),
+                rounds_grads=_rounding.rounds_grads(hidden, grad_log_probs),
+            )
         if group is not None and of_hidden:
             torch.distributed.all_reduce(of_head[0], group=group)
             of_head = (of_head[0].to(hidden.dtype), *of_head[1:])
         wanted = (of_hidden, of_weight, of_bias)
         found = (grad if want else None for grad, want in zip(of_head, wanted, strict=True))
-        return None, None, *found, *(None,) * 10
+        return None, None, None, *found, *(None,) * 10
+
+
+def _grad_of_hidden(
+    saved: Sequence[Tensor], options: tuple[Any, ...], grad_log_probs: Tensor
+) -> Tensor:
+    """The hidden states' gradient from the sums of weights that the forward pass has taken.
+
+    They are relative to the exponential of these classes' largest logit, and leave out the target,
+    so that nothing cancels where its probability is almost 1.
+    """
+    hidden, weight, _, tokens, mask, offsets, temperature, *results, parts = saved
+    log_probs, _, normalizers, sums, _ = results
+    _, shift, scale, softcap, _, vocab_offset, _ = options
+    _, keep = rows_of_tokens(tokens, offsets, shift)
+    if mask is not None:
+        keep = keep & mask.flatten()
+    targets = tokens.flatten() - (vocab_offset or 0)
+    inside = keep & (targets >= 0) & (targets < len(weight))
+    largest, _, _, target_logit = parts.view(-1, 4).unbind(-1)
+    normalizer, log_sum = normalizers.view(-1, 2).unbind(-1)
+    inverse = temperature.reciprocal().to(hidden.device, torch.float32)
+    upstream = grad_log_probs.flatten() * inverse
+    of_target = -torch.expm1(log_probs.flatten()) * scale * upstream
+    if softcap:
+        of_target = of_target * (1 - (target_logit / softcap).square())
+    of_sums = upstream * ((largest - normalizer) * inverse - log_sum).exp()
+    columns = (
+        torch.where(inside, of_target, 0),
+        torch.where(keep, of_sums, 0),
+        torch.where(inside, targets, 0),
+        keep,
+    )
+    # From the order of tokens to that of the rows that they read: where there is none, 0.
+    of_target, of_sums, targets, keep = (x.roll(-1) if shift else x for x in columns)
+    grad = of_target[:, None] * weight[targets] - of_sums[:, None] * sums.view(-1, sums.shape[-1])
+    grad = grad.masked_fill_(~keep[:, None], 0).view(hidden.shape)
+    return grad if vocab_offset is not None else grad.to(hidden.dtype)
 
 
 def _fake(
-    hidden: Tensor, weight: Tensor, bias: Any, tokens: Tensor, *options: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Any,
+    tokens: Tensor,
+    *options: Any,
+    rounds_grads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *_, most_bytes = options
+    *_, most_bytes, sums_weights = options
+    of_rows = hidden.new_empty(hidden.shape, dtype=torch.float32)
     return (
         hidden.new_empty((*tokens.shape, 4), dtype=_dispatch.result_dtype(hidden)),
-        _stored.fake(weight, most_bytes, torch.float32),
+        of_rows if sums_weights else _stored.fake(weight, most_bytes, torch.float32),
         _stored.fake(weight, most_bytes, torch.int64),
     )
 
