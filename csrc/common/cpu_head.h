@@ -10,6 +10,7 @@
 #include "common/bf16_products.h"
 #include "common/cpu_memory.h"
 #include "common/cpu_ops.h"
+#include "common/cpu_rows.h"
 #include "common/cpu_share.h"
 #include "common/row_map.h"
 #include "common/tensor.h"
@@ -103,28 +104,31 @@ Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& elements, floa
   return out;
 }
 
-// Logits = scale (h W^T + b) of the rows that are kept.
+// Logits of the rows that are kept: scale (h W^T + b), and cap tanh(logits / cap) where the softcap
+// is not 0.
 class CpuHead {
  public:
   CpuHead(const Tensor& hidden, const std::vector<int64_t>& elements, const Tensor& weight,
-          const std::optional<Tensor>& bias, float scale, bool batch_invariant)
+          const std::optional<Tensor>& bias, double scale, double softcap, bool batch_invariant)
       : batch_invariant_(batch_invariant),
+        scale_(static_cast<float>(scale)),
+        cap_(static_cast<float>(softcap)),
         width_(weight.size(1)),
         blocks_{{0, static_cast<int64_t>(elements.size())},
                 block_rows(elements.size(), batch_invariant)},
         weight_(weight),
         products_(in_bf16(hidden, weight) ? bf16_products(cpu_level()) : nullptr),
-        factor_(products_ == nullptr ? 1.0f : scale),
-        hidden_(
-            products_ == nullptr
-                ? gathered<float>(hidden, elements, scale, padded_rows(), width_, ScalarType::Float)
-                : gathered<BFloat16>(hidden, elements, 1.0f, padded_rows(), pair_words(width_) * 2,
-                                     ScalarType::BFloat16)) {
+        factor_(products_ == nullptr ? 1.0f : scale_),
+        hidden_(products_ == nullptr
+                    ? gathered<float>(hidden, elements, scale_, padded_rows(), width_,
+                                      ScalarType::Float)
+                    : gathered<BFloat16>(hidden, elements, 1.0f, padded_rows(),
+                                         pair_words(width_) * 2, ScalarType::BFloat16)) {
     if (!bias.has_value()) return;
     bias_.resize(weight.size(0));
     dispatch_half_or_float(*bias, "bias", [&]<typename T>() {
       const T* from = data<T>(*bias);
-      for (size_t v = 0; v < bias_.size(); ++v) bias_[v] = scale * static_cast<float>(from[v]);
+      for (size_t v = 0; v < bias_.size(); ++v) bias_[v] = scale_ * static_cast<float>(from[v]);
     });
   }
 
@@ -160,8 +164,8 @@ class CpuHead {
   // Floats that the logits of a block and a tile take.
   int64_t tile_floats() const { return padded(blocks_.length) * tiles().length; }
 
-  // The products of a block of rows and a tile of classes, at out[0][0]. Where batches are
-  // invariant, a block's last rows may be none of the head's: `out` has room for them.
+  // Those of a block of rows and a tile of classes, at out[0][0]. Where batches are invariant, a
+  // block's last rows may be none of the head's: `out` has room for them.
   void logits(Room& room, Span rows, Span classes, FloatMatrix out) const {
     const int64_t count = padded(rows.count);
     if (products_ != nullptr) {
@@ -171,7 +175,19 @@ class CpuHead {
       multiply_rows(out, hidden_floats({rows.first, count}),
                     weights_in_float(room, classes, {0, width_}).transposed(), false);
     }
+    if (bias_.empty() && cap_ == 0) return;
+    const float* bias = bias_.empty() ? nullptr : bias_.data() + classes.first;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      kernels_.shape(out.at(r, 0), bias, classes.count, cap_);
+    }
   }
+
+  // Turns gradients of capped logits into those of the products.
+  void chain(const float* capped, float* grads, int64_t count) const {
+    if (cap_ > 0) kernels_.chain(capped, grads, count, cap_);
+  }
+  bool is_capped() const { return cap_ > 0; }
+  float scale() const { return scale_; }
 
   // out = a b, or out += a b, for rows `a` that may come in other batches.
   void multiply_rows(FloatMatrix out, const Floats& a, const Floats& b, bool add) const {
@@ -183,11 +199,6 @@ class CpuHead {
   }
 
   const Tensor& weight() const { return weight_; }
-
-  // Null without a bias.
-  const float* bias(int64_t first_class) const {
-    return bias_.empty() ? nullptr : bias_.data() + first_class;
-  }
 
   // Null where products are in float32.
   const Bf16Products* products() const { return products_; }
@@ -251,6 +262,8 @@ class CpuHead {
   }
 
   bool batch_invariant_;
+  float scale_, cap_;
+  HeadKernels kernels_ = head_kernels(cpu_level());
   int64_t width_;
   Spans blocks_;
   Tensor weight_;

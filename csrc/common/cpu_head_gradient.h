@@ -118,7 +118,7 @@ class CpuHeadGradient {
 
   // Shaped like the hidden states, which these tokens read, and of their dtype unless another is
   // asked for; empty if none was asked for.
-  Tensor hidden(const RowMap& map, const std::vector<int64_t>& tokens, float scale,
+  Tensor hidden(const RowMap& map, const std::vector<int64_t>& tokens,
                 std::optional<ScalarType> dtype = std::nullopt) const {
     if (!hidden_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
     const int64_t width = hidden_->size(1), count = tokens.size();
@@ -130,7 +130,7 @@ class CpuHeadGradient {
       torch::stable::parallel_for(0, count, 16, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
           T* row = to + map.row_of(tokens[r]) * width;
-          for (int64_t i = 0; i < width; ++i) row[i] = T(scale * from[r * width + i]);
+          for (int64_t i = 0; i < width; ++i) row[i] = T(head_.scale() * from[r * width + i]);
         }
       });
     });
@@ -142,14 +142,14 @@ class CpuHeadGradient {
   }
 
   // Of the dtype of the hidden states.
-  Tensor bias(float scale) const {
+  Tensor bias() const {
     const ScalarType type = hidden_like_.scalar_type();
     if (bias_sums_.empty()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
     const Tensor out = torch::stable::new_empty(
         hidden_like_, std::vector<int64_t>{static_cast<int64_t>(bias_sums_.size())}, type);
     dispatch_half_or_float(out, "bias", [&]<typename T>() {
       T* to = mutable_data<T>(out);
-      for (size_t v = 0; v < bias_sums_.size(); ++v) to[v] = T(scale * bias_sums_[v]);
+      for (size_t v = 0; v < bias_sums_.size(); ++v) to[v] = T(head_.scale() * bias_sums_[v]);
     });
     return out;
   }
@@ -342,12 +342,12 @@ class CpuHeadGradient {
   std::vector<float> limits_;  // of the part that is added: of its rows, tile by tile
 };
 
-// Makes the logits of all rows and classes, a part at a time, with shape(x, tile) from the products
-// of each row in a tile, or takes those that are stored; lets differentiate(x, grads, tile, row)
-// write their gradients, which may be where they are, and adds these up.
-template <typename Shape, typename F>
+// Makes the logits of all rows and classes, a part at a time, or takes those that are stored; lets
+// differentiate(x, grads, tile, row) write their gradients, which may be where they are, and adds
+// these up.
+template <typename F>
 void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const StoredLogits& stored,
-                   const Shape& shape, const F& differentiate) {
+                   const F& differentiate) {
   const GradientParts parts(head);
   const Tensor floats = new_floats(head.weight(), parts.floats(head));
   const auto make_room = [&] { return CpuHead::Room(head); };
@@ -359,7 +359,6 @@ void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const StoredL
       const FloatMatrix logits = stored.of(block, tile, grads);
       if (stored.empty()) head.logits(room, block, tile, grads);
       for (int64_t r = 0; r < block.count; ++r) {
-        if (stored.empty()) shape(grads.at(r, 0), tile);
         differentiate(logits.at(r, 0), grads.at(r, 0), tile, block.first + r);
       }
     });

@@ -8,7 +8,6 @@
 #include "common/rows.h"
 #include "exact_kl/cpu_rows.h"
 #include "exact_kl/results.h"
-#include "linear_token_log_probs/cpu_rows.h"
 
 namespace fusedrl {
 namespace {
@@ -19,21 +18,9 @@ struct Side {
        const std::optional<Tensor>& offsets, bool shift, const Tensor& weight,
        const std::optional<Tensor>& bias, double scale, double softcap, bool batch_invariant)
       : map(row_map(hidden, offsets, shift)),
-        scale(static_cast<float>(scale)),
-        cap(static_cast<float>(softcap)),
-        head(hidden, elements_of(map, tokens), weight, bias, this->scale, batch_invariant) {}
-
-  // Makes the logits of a block of rows and a tile of classes.
-  void logits(CpuHead::Room& room, Span block, Span tile, FloatMatrix out) const {
-    head.logits(room, block, tile, out);
-    const float* bias = head.bias(tile.first);
-    if (bias == nullptr && cap == 0) return;
-    const auto shape = head_kernels(cpu_level()).shape;
-    for (int64_t r = 0; r < block.count; ++r) shape(out.at(r, 0), bias, tile.count, cap);
-  }
+        head(hidden, elements_of(map, tokens), weight, bias, scale, softcap, batch_invariant) {}
 
   RowMap map;
-  float scale, cap;
   CpuHead head;
 };
 
@@ -68,8 +55,8 @@ std::vector<Part> reduced(const Side& p, const Side& q, const StoredPair& stored
         const FloatMatrix x = stored.p.of(block, tile, {mutable_data<float>(room.p), tile.count});
         const FloatMatrix y = stored.q.of(block, tile, {mutable_data<float>(room.q), tile.count});
         if (first_time || stored.p.empty()) {
-          p.logits(room.of_p, block, tile, x);
-          q.logits(room.of_q, block, tile, y);
+          p.head.logits(room.of_p, block, tile, x);
+          q.head.logits(room.of_q, block, tile, y);
         }
         for (int64_t r = 0; r < block.count; ++r) {
           f(x.at(r, 0), y.at(r, 0), tile.count, block.first + r, parts[r]);
@@ -144,7 +131,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       pair_upstream(grad_divergence, grad_entropies, entropies, statistics, beta);
   const auto run =
       pair_kernels<float>(cpu_level(), is_mixture(beta), grad_entropies.has_value()).backward;
-  const auto chain = head_kernels(cpu_level()).chain;
   const Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
   const Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
                batch_invariant);
@@ -157,12 +143,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
   const auto differentiate = [&](const float* x, const float* y, float* of_x, float* of_y,
                                  int64_t count, int64_t i) {
-    const LogitsOfTile capped_x(x, of_x, count, of_p && p.cap > 0);
-    const LogitsOfTile capped_y(y, of_y, count, of_q && q.cap > 0);
+    const LogitsOfTile capped_x(x, of_x, count, of_p && p.head.is_capped());
+    const LogitsOfTile capped_y(y, of_y, count, of_q && q.head.is_capped());
     run(x, y, of_p ? of_x : nullptr, of_q ? of_y : nullptr, count,
         upstream.of_token(kept[i], inv_temperature));
-    if (of_p && p.cap > 0) chain(capped_x.data(), of_x, count, p.cap);
-    if (of_q && q.cap > 0) chain(capped_y.data(), of_y, count, q.cap);
+    if (of_p) p.head.chain(capped_x.data(), of_x, count);
+    if (of_q) q.head.chain(capped_y.data(), of_y, count);
   };
   if (of_p || of_q) {
     const StoredLogits stored_p(p.head, logits), stored_q(q.head, ref_logits);
@@ -180,8 +166,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
         const FloatMatrix of_y{ref_part.at(row, column), ref_part.row};
         const FloatMatrix x = stored_p.of(block, tile, of_x), y = stored_q.of(block, tile, of_y);
         if (again) {
-          p.logits(room.first, block, tile, x);
-          q.logits(room.second, block, tile, y);
+          p.head.logits(room.first, block, tile, x);
+          q.head.logits(room.second, block, tile, y);
         }
         for (int64_t r = 0; r < block.count; ++r) {
           differentiate(x.at(r, 0), y.at(r, 0), of_x.at(r, 0), of_y.at(r, 0), tile.count,
@@ -192,8 +178,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       if (of_q) grad_q.add(rows, classes, ref_part);
     });
   }
-  return {grad_p.hidden(p.map, kept, p.scale), grad_p.weight(), grad_p.bias(p.scale),
-          grad_q.hidden(q.map, kept, q.scale), grad_q.weight(), grad_q.bias(q.scale)};
+  return {grad_p.hidden(p.map, kept), grad_p.weight(), grad_p.bias(),
+          grad_q.hidden(q.map, kept), grad_q.weight(), grad_q.bias()};
 }
 
 }  // namespace

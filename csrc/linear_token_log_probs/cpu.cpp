@@ -94,16 +94,15 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   if (!vocab_offset.has_value()) kept.check_targets(weight.size(0));
   const float inv_temperature = inverse_temperature(temperature);
-  const float head_scale = static_cast<float>(scale);
-  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, head_scale,
+  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, scale, softcap,
                      batch_invariant);
-  const TileRows tiles(head, inv_temperature, softcap);
+  const TileRows tiles(head, inv_temperature);
   std::vector<RowSoftmax> rows;
   Tensor stored;
   if (sums_weights) {
     CpuHeadGradient sums(head, hidden, weight, bias, true, false, false, is_set(rounds_grads));
     rows = softmax_and_sums(head, tiles, kept.targets, inv_temperature, sums);
-    stored = sums.hidden(kept.map, kept.tokens, head_scale, ScalarType::Float);
+    stored = sums.hidden(kept.map, kept.tokens, ScalarType::Float);
   } else {
     const StoredLogits logits(head, stored_bytes);
     rows = softmax_of(head, tiles, kept.targets, entropy, logits);
@@ -147,15 +146,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     bool of_bias, std::optional<Tensor> rounds_grads) {
   const KeptTokens kept(hidden, tokens, mask, offsets, shift, vocab_offset);
   const float inv_temperature = inverse_temperature(temperature);
-  const float factor = static_cast<float>(scale);
   const float* up = data<float>(grad_log_probs);
   const float* up_entropy = data<float>(grad_entropy);
 
-  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, factor,
+  const CpuHead head(hidden, elements_of(kept.map, kept.tokens), weight, bias, scale, softcap,
                      batch_invariant);
   CpuHeadGradient gradient(head, hidden, weight, bias, of_hidden, of_weight, of_bias,
                            is_set(rounds_grads));
-  const TileRows tiles(head, inv_temperature, softcap);
+  const TileRows tiles(head, inv_temperature);
   const auto of_row = [&](int64_t n) {
     return RowGradient{up[n], up_entropy == nullptr ? 0.0f : up_entropy[n],
                        up_entropy == nullptr ? 0.0f : data<float>(entropy)[n],
@@ -167,18 +165,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     if (log_prob == -INFINITY) continue;  // it may be in no shard
     tiles.expect(gradient, i, kept.targets[i], of_row(n).target(log_prob));
   }
-  add_gradients(
-      head, gradient, StoredLogits(head, logits),
-      [&](float* x, Span tile) { tiles.shape(x, tile); },
-      [&](const float* x, float* grads, Span tile, int64_t i) {
-        const int64_t n = kept.tokens[i];
-        tiles.differentiate(x, grads, tile, kept.targets[i], of_row(n), data<float>(log_probs)[n]);
-      });
+  add_gradients(head, gradient, StoredLogits(head, logits),
+                [&](const float* x, float* grads, Span tile, int64_t i) {
+                  const int64_t n = kept.tokens[i];
+                  tiles.differentiate(x, grads, tile, kept.targets[i], of_row(n),
+                                      data<float>(log_probs)[n]);
+                });
   // The ranks of a sharded vocabulary add theirs up before it is rounded.
   const ScalarType of_hidden_states =
       vocab_offset.has_value() ? ScalarType::Float : hidden.scalar_type();
-  return {gradient.hidden(kept.map, kept.tokens, factor, of_hidden_states), gradient.weight(),
-          gradient.bias(factor)};
+  return {gradient.hidden(kept.map, kept.tokens, of_hidden_states), gradient.weight(),
+          gradient.bias()};
 }
 
 }  // namespace

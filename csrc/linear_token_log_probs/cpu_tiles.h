@@ -10,7 +10,6 @@
 #include "common/cpu_ops.h"
 #include "common/outside.h"
 #include "common/rows.h"
-#include "linear_token_log_probs/cpu_rows.h"
 #include "linear_token_log_probs/math.h"
 #include "token_log_probs/cpu_rows.h"
 
@@ -59,12 +58,11 @@ struct RowSoftmax {
 // The rows of tiles.
 class TileRows {
  public:
-  TileRows(const CpuHead& head, float inv_temperature, double softcap)
-      : head_(head), inv_temperature_(inv_temperature), cap_(static_cast<float>(softcap)) {}
+  TileRows(const CpuHead& head, float inv_temperature)
+      : head_(head), inv_temperature_(inv_temperature) {}
 
-  // Makes logits of a row's products, and adds them to its softmax.
-  void add(float* x, Span tile, int64_t target, bool entropy, RowSoftmax& row) const {
-    shape(x, tile);
+  // Adds a row's logits to its softmax.
+  void add(const float* x, Span tile, int64_t target, bool entropy, RowSoftmax& row) const {
     const auto part_of = entropy ? kernels_.part_entropy : kernels_.part;
     const SoftmaxPart<double> part = part_of(x, tile.count, inv_temperature_);
     row = merged(row, {part, tile.has(target) ? x[target - tile.first] : -INFINITY});
@@ -76,12 +74,6 @@ class TileRows {
             y.target_logit <= x.target_logit ? x.target_logit : y.target_logit};
   }
 
-  // Makes logits of a row's products.
-  void shape(float* x, Span tile) const {
-    const float* bias = head_.bias(tile.first);
-    if (bias != nullptr || cap_ > 0) kernels_of_head_.shape(x, bias, tile.count, cap_);
-  }
-
   // What each class's weights count in their sum, from a row's logits, in place.
   void weigh(float* x, Span tile, int64_t target, float max) const {
     differentiate(x, x, tile, target, exponentials(max, inv_temperature_), 0.0f);
@@ -90,22 +82,21 @@ class TileRows {
   // Tells the head's gradient of a row what the target's will be, wherever in the vocabulary it is.
   // A softcap may leave nothing of it.
   void expect(CpuHeadGradient& head, int64_t row, int64_t target, float of_target) const {
-    if (cap_ == 0) head.expect(row, target, of_target);
+    if (!head_.is_capped()) head.expect(row, target, of_target);
   }
 
   // The gradients of a row's products from its logits, which they may overwrite.
   void differentiate(const float* x, float* grads, Span tile, int64_t target,
                      const RowGradient& gradient, float target_log_prob) const {
-    const LogitsOfTile capped(x, grads, tile.count, cap_ > 0);
+    const LogitsOfTile capped(x, grads, tile.count, head_.is_capped());
     kernels_.backward(x, grads, tile.count, gradient);
     if (tile.has(target)) grads[target - tile.first] = gradient.target(target_log_prob);
-    if (cap_ > 0) kernels_of_head_.chain(capped.data(), grads, tile.count, cap_);
+    head_.chain(capped.data(), grads, tile.count);
   }
 
  private:
   const CpuHead& head_;
-  float inv_temperature_, cap_;
-  HeadKernels kernels_of_head_ = head_kernels(cpu_level());
+  float inv_temperature_;
   RowKernels<float> kernels_ = row_kernels<float>(cpu_level());
 };
 

@@ -1,5 +1,5 @@
 // Elementwise passes over tiles of logits that the caches hold. Compiled once a CPU level.
-#include "linear_token_log_probs/cpu_rows.h"
+#include "common/cpu_rows.h"
 
 #include "common/softcap.h"
 #include "common/vec.h"
