@@ -330,43 +330,4 @@ class LogitsOfTile {
   const float* data_;
 };
 
-// Calls f(room, block, tile) for all blocks of these rows and tiles of these classes, on torch's
-// threads.
-template <typename MakeRoom, typename F>
-void for_each_tile(const CpuHead& head, Span rows, Span classes, const MakeRoom& make_room,
-                   const F& f) {
-  const Spans blocks = head.blocks(rows), tiles = head.tiles(classes);
-  share(tiles.count() * blocks.count(), make_room, [&](auto& room, int64_t i) {
-    f(room, blocks[i % blocks.count()], tiles[i / blocks.count()]);
-  });
-}
-
-// Merges the parts of each of so many rows, segment by segment, into the first segment's.
-template <typename Part, typename Merge>
-void merge_segments(std::vector<Part>& parts, int64_t rows, const Merge& merge) {
-  for (int64_t i = rows; i < static_cast<int64_t>(parts.size()); ++i) {
-    Part& row = parts[i % rows];
-    row = merge(row, parts[i]);
-  }
-  parts.resize(rows);
-}
-
-// Calls f(room, rows, classes, parts) for blocks of rows and segments' tiles, on torch's threads;
-// `parts` are those of these rows in the segment. Returns each row's, merged in order.
-template <typename Part, typename MakeRoom, typename F, typename Merge>
-std::vector<Part> reduced(const CpuHead& head, Span rows, const MakeRoom& make_room, const F& f,
-                          const Merge& merge) {
-  const Spans blocks = head.blocks(rows);
-  const Segments segments = head.segments();
-  std::vector<Part> parts(segments.count() * rows.count);
-  share(segments.count() * blocks.count(), make_room, [&](auto& room, int64_t i) {
-    const int64_t segment = i / blocks.count();
-    const Span block = blocks[i % blocks.count()];
-    Part* of_block = parts.data() + segment * rows.count + block.first - rows.first;
-    segments.for_each_tile(segment, [&](Span tile) { f(room, block, tile, of_block); });
-  });
-  merge_segments(parts, rows.count, merge);
-  return parts;
-}
-
 }  // namespace fusedrl

@@ -342,28 +342,4 @@ class CpuHeadGradient {
   std::vector<float> limits_;  // of the part that is added: of its rows, tile by tile
 };
 
-// Makes the logits of all rows and classes, a part at a time, or takes those that are stored; lets
-// differentiate(x, grads, tile, row) write their gradients, which may be where they are, and adds
-// these up.
-template <typename F>
-void add_gradients(const CpuHead& head, CpuHeadGradient& gradient, const StoredLogits& stored,
-                   const F& differentiate) {
-  const GradientParts parts(head);
-  const Tensor floats = new_floats(head.weight(), parts.floats(head));
-  const auto make_room = [&] { return CpuHead::Room(head); };
-  parts.for_each([&](Span rows, Span classes) {
-    const FloatMatrix part{mutable_data<float>(floats), classes.count};
-    for_each_tile(head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
-      const FloatMatrix grads{part.at(block.first - rows.first, tile.first - classes.first),
-                              part.row};
-      const FloatMatrix logits = stored.of(block, tile, grads);
-      if (stored.empty()) head.logits(room, block, tile, grads);
-      for (int64_t r = 0; r < block.count; ++r) {
-        differentiate(logits.at(r, 0), grads.at(r, 0), tile, block.first + r);
-      }
-    });
-    gradient.add(rows, classes, part);
-  });
-}
-
 }  // namespace fusedrl

@@ -3,7 +3,7 @@
 #include <tuple>
 #include <utility>
 
-#include "common/cpu_head_gradient.h"
+#include "common/cpu_head_rows.h"
 #include "common/cpu_ops.h"
 #include "common/rows.h"
 #include "exact_kl/cpu_rows.h"
@@ -24,47 +24,6 @@ struct Side {
   CpuHead head;
 };
 
-// A thread's tile of both sides' logits.
-struct PairRoom {
-  PairRoom(const Side& p, const Side& q)
-      : of_p(p.head),
-        of_q(q.head),
-        p(new_floats(p.head.weight(), p.head.tile_floats())),
-        q(new_floats(q.head.weight(), q.head.tile_floats())) {}
-
-  CpuHead::Room of_p, of_q;
-  Tensor p, q;
-};
-
-// The logits of both sides that are stored, or none.
-struct StoredPair {
-  StoredLogits p, q;
-
-  StoredPair(const Side& p, const Side& q, int64_t most_bytes)
-      : p(p.head, most_bytes, 2), q(q.head, most_bytes, 2) {}
-};
-
-// Calls f(p_row, q_row, count, i, part) for the logits of the i-th row in every tile of classes,
-// and returns what `merge` makes of each row's parts. Stored logits are made the first time alone.
-template <typename Part, typename F, typename Merge>
-std::vector<Part> reduced(const Side& p, const Side& q, const StoredPair& stored, bool first_time,
-                          F&& f, Merge&& merge) {
-  return reduced<Part>(
-      p.head, {0, p.head.rows()}, [&] { return PairRoom(p, q); },
-      [&](PairRoom& room, Span block, Span tile, Part* parts) {
-        const FloatMatrix x = stored.p.of(block, tile, {mutable_data<float>(room.p), tile.count});
-        const FloatMatrix y = stored.q.of(block, tile, {mutable_data<float>(room.q), tile.count});
-        if (first_time || stored.p.empty()) {
-          p.head.logits(room.of_p, block, tile, x);
-          q.head.logits(room.of_q, block, tile, y);
-        }
-        for (int64_t r = 0; r < block.count; ++r) {
-          f(x.at(r, 0), y.at(r, 0), tile.count, block.first + r, parts[r]);
-        }
-      },
-      merge);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
     Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
@@ -79,12 +38,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   const Side p(hidden, kept, offsets, shift, weight, bias, scale, softcap, batch_invariant);
   const Side q(ref_hidden, kept, offsets, shift, ref_weight, ref_bias, ref_scale, ref_softcap,
                batch_invariant);
-  const StoredPair stored(p, q, stored_bytes);
+  const std::array<HeadOfRows, 2> heads{{{p.head, StoredLogits(p.head, stored_bytes, 2)},
+                                         {q.head, StoredLogits(q.head, stored_bytes, 2)}}};
 
   const std::vector<PairPart<double>> parts = reduced<PairPart<double>>(
-      p, q, stored, true,
-      [&](float* x, float* y, int64_t count, int64_t, PairPart<double>& part) {
-        part = merge(part, kernels.part(x, y, count, inv_temperature), inv_temperature);
+      heads, true,
+      [&](const auto& x, Span tile, int64_t, PairPart<double>& part) {
+        part = merge(part, kernels.part(x[0], x[1], tile.count, inv_temperature), inv_temperature);
       },
       [&](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
 
@@ -97,10 +57,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   std::vector<Pair<double>> sums;
   if (mixture) {
     sums = reduced<Pair<double>>(
-        p, q, stored, false,
-        [&](float* x, float* y, int64_t count, int64_t i, Pair<double>& sum) {
-          const Pair<Normalizer> normalizers = normalizers_of(parts[i]);
-          sum = plus(sum, kernels.mixture_part(x, y, count, normalizers, shares, inv_temperature));
+        heads, false,
+        [&](const auto& x, Span tile, int64_t i, Pair<double>& sum) {
+          sum = plus(sum, kernels.mixture_part(x[0], x[1], tile.count, normalizers_of(parts[i]),
+                                               shares, inv_temperature));
         },
         plus);
   }
@@ -112,8 +72,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     out.write(kept[i], mixture ? finish(normalizers_of(part), entropies_of(part), sums[i], shares)
                                : finish(part));
   }
-  return std::tuple_cat(results.tensors(), std::tuple(stored.p.tensor(), stored.q.tensor(),
-                                                      empty_vector(hidden, ScalarType::Long)));
+  return std::tuple_cat(results.tensors(),
+                        std::tuple(heads[0].stored.tensor(), heads[1].stored.tensor(),
+                                   empty_vector(hidden, ScalarType::Long)));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
@@ -141,41 +102,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   CpuHeadGradient grad_q(q.head, ref_hidden, ref_weight, ref_bias, of_ref_hidden, of_ref_weight,
                          of_ref_bias, is_set(rounds_grads));
 
-  const auto differentiate = [&](const float* x, const float* y, float* of_x, float* of_y,
-                                 int64_t count, int64_t i) {
-    const LogitsOfTile capped_x(x, of_x, count, of_p && p.head.is_capped());
-    const LogitsOfTile capped_y(y, of_y, count, of_q && q.head.is_capped());
-    run(x, y, of_p ? of_x : nullptr, of_q ? of_y : nullptr, count,
-        upstream.of_token(kept[i], inv_temperature));
-    if (of_p) p.head.chain(capped_x.data(), of_x, count);
-    if (of_q) q.head.chain(capped_y.data(), of_y, count);
-  };
+  const std::array<HeadOfRows, 2> heads{
+      {{p.head, StoredLogits(p.head, logits), of_p ? &grad_p : nullptr},
+       {q.head, StoredLogits(q.head, ref_logits), of_q ? &grad_q : nullptr}}};
   if (of_p || of_q) {
-    const StoredLogits stored_p(p.head, logits), stored_q(q.head, ref_logits);
-    const bool again = stored_p.empty();
-    const GradientParts parts(p.head);
-    const Tensor floats = new_floats(hidden, again || of_p ? parts.floats(p.head) : 0);
-    const Tensor ref_floats = new_floats(hidden, again || of_q ? parts.floats(q.head) : 0);
-    const auto make_room = [&] { return std::pair(CpuHead::Room(p.head), CpuHead::Room(q.head)); };
-    parts.for_each([&](Span rows, Span classes) {
-      const FloatMatrix part{mutable_data<float>(floats), classes.count};
-      const FloatMatrix ref_part{mutable_data<float>(ref_floats), classes.count};
-      for_each_tile(p.head, rows, classes, make_room, [&](auto& room, Span block, Span tile) {
-        const int64_t row = block.first - rows.first, column = tile.first - classes.first;
-        const FloatMatrix of_x{part.at(row, column), part.row};
-        const FloatMatrix of_y{ref_part.at(row, column), ref_part.row};
-        const FloatMatrix x = stored_p.of(block, tile, of_x), y = stored_q.of(block, tile, of_y);
-        if (again) {
-          p.head.logits(room.first, block, tile, x);
-          q.head.logits(room.second, block, tile, y);
-        }
-        for (int64_t r = 0; r < block.count; ++r) {
-          differentiate(x.at(r, 0), y.at(r, 0), of_x.at(r, 0), of_y.at(r, 0), tile.count,
-                        block.first + r);
-        }
-      });
-      if (of_p) grad_p.add(rows, classes, part);
-      if (of_q) grad_q.add(rows, classes, ref_part);
+    add_gradients(heads, [&](const auto& x, const auto& grads, Span tile, int64_t i) {
+      const LogitsOfTile capped_p(x[0], grads[0], tile.count, of_p && p.head.is_capped());
+      const LogitsOfTile capped_q(x[1], grads[1], tile.count, of_q && q.head.is_capped());
+      run(x[0], x[1], of_p ? grads[0] : nullptr, of_q ? grads[1] : nullptr, tile.count,
+          upstream.of_token(kept[i], inv_temperature));
+      if (of_p) p.head.chain(capped_p.data(), grads[0], tile.count);
+      if (of_q) q.head.chain(capped_q.data(), grads[1], tile.count);
     });
   }
   return {grad_p.hidden(p.map, kept), grad_p.weight(), grad_p.bias(),

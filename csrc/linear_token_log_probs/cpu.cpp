@@ -3,32 +3,15 @@
 #include <algorithm>
 #include <tuple>
 
-#include "common/cpu_head_gradient.h"
 #include "linear_token_log_probs/cpu_tiles.h"
 #include "linear_token_log_probs/math.h"
 
 namespace fusedrl {
 namespace {
 
-std::vector<RowSoftmax> softmax_of(const CpuHead& head, const TileRows& tiles,
-                                   const std::vector<int64_t>& targets, bool entropy,
-                                   const StoredLogits& stored) {
-  return reduced<RowSoftmax>(
-      head, {0, head.rows()}, [&] { return TileRoom(head); },
-      [&](TileRoom& room, Span block, Span tile, RowSoftmax* rows) {
-        const FloatMatrix x =
-            stored.of(block, tile, {mutable_data<float>(room.floats), tile.count});
-        head.logits(room.of_head, block, tile, x);
-        for (int64_t r = 0; r < block.count; ++r) {
-          tiles.add(x.at(r, 0), tile, targets[block.first + r], entropy, rows[r]);
-        }
-      },
-      [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
-}
-
-// The same, and the rows' sums of the head's weights over all classes but the target: where only
-// the hidden states have a gradient, that is all it takes from the vocabulary, whatever the loss. A
-// part of the classes is weighed by exponentials relative to the largest logit so far.
+// The softmax of each row, and the sum of the head's weights over all classes but the target: where
+// only the hidden states have a gradient, that is all it takes from the vocabulary, whatever the
+// loss. A part of the classes is weighed by exponentials relative to the largest logit so far.
 std::vector<RowSoftmax> softmax_and_sums(const CpuHead& head, const TileRows& tiles,
                                          const std::vector<int64_t>& targets, float inv_temperature,
                                          CpuHeadGradient& sums) {
@@ -104,9 +87,14 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::op
     rows = softmax_and_sums(head, tiles, kept.targets, inv_temperature, sums);
     stored = sums.hidden(kept.map, kept.tokens, ScalarType::Float);
   } else {
-    const StoredLogits logits(head, stored_bytes);
-    rows = softmax_of(head, tiles, kept.targets, entropy, logits);
-    stored = logits.tensor();
+    const std::array<HeadOfRows, 1> heads{{{head, StoredLogits(head, stored_bytes)}}};
+    rows = reduced<RowSoftmax>(
+        heads, true,
+        [&](const auto& x, Span tile, int64_t i, RowSoftmax& row) {
+          tiles.add(x[0], tile, kept.targets[i], entropy, row);
+        },
+        [&](const RowSoftmax& x, const RowSoftmax& y) { return tiles.merged(x, y); });
+    stored = heads[0].stored.tensor();
   }
 
   VocabPart* out = mutable_data<VocabPart>(parts);
@@ -165,12 +153,12 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     if (log_prob == -INFINITY) continue;  // it may be in no shard
     tiles.expect(gradient, i, kept.targets[i], of_row(n).target(log_prob));
   }
-  add_gradients(head, gradient, StoredLogits(head, logits),
-                [&](const float* x, float* grads, Span tile, int64_t i) {
-                  const int64_t n = kept.tokens[i];
-                  tiles.differentiate(x, grads, tile, kept.targets[i], of_row(n),
-                                      data<float>(log_probs)[n]);
-                });
+  const std::array<HeadOfRows, 1> heads{{{head, StoredLogits(head, logits), &gradient}}};
+  add_gradients(heads, [&](const auto& x, const auto& grads, Span tile, int64_t i) {
+    const int64_t n = kept.tokens[i];
+    tiles.differentiate(x[0], grads[0], tile, kept.targets[i], of_row(n),
+                        data<float>(log_probs)[n]);
+  });
   // The ranks of a sharded vocabulary add theirs up before it is rounded.
   const ScalarType of_hidden_states =
       vocab_offset.has_value() ? ScalarType::Float : hidden.scalar_type();

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/cpu_head_gradient.h"
+#include "common/cpu_head_rows.h"
 #include "common/cpu_ops.h"
 #include "common/outside.h"
 #include "common/rows.h"
@@ -38,15 +38,6 @@ struct KeptTokens {
       refuse_class(targets[i], classes, tokens[i], columns);
     }
   }
-};
-
-// A thread's tile of logits.
-struct TileRoom {
-  explicit TileRoom(const CpuHead& head)
-      : of_head(head), floats(new_floats(head.weight(), head.tile_floats())) {}
-
-  CpuHead::Room of_head;
-  Tensor floats;
 };
 
 // A row's softmax as far as its classes have been seen.
