@@ -21,9 +21,11 @@ def run(script: str, *arguments: str) -> str:
 
 # Rows of which 30% are kept, the peak of a step, and the bytes of all logits and of the kept ones.
 PEAK = """
+import os
 import sys
 from pathlib import Path
 
+os.environ["FUSEDRL_STORED_MIB"] = "64"
 import torch
 from fusedrl import exact_kl, linear_exact_kl, linear_token_log_probs
 
