@@ -7,8 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fusedrl import linear_policy_loss
-from fusedrl.ops import OPS
-from fusedrl.ops.cases import cases_of
+from fusedrl.ops.cases import OPS, cases_of
 
 from .every_case import FEW, LENGTH, SEQUENCES, gradients, is_of_tokens, leaves_of, padded_cases
 
