@@ -131,19 +131,18 @@ def _linear_token_log_probs(problem: Problem) -> Iterator[Case]:
 
 
 def _linear_policy_loss(problem: Problem) -> Iterator[Case]:
-    head, tokens = problem.head(), problem.tokens()
-    options: dict[str, Any] = {"tokens": tokens, "shift": True, "impl": "reference"}
-    log_probs = linear_token_log_probs(**head | options).log_probs
+    head: dict[str, Any] = problem.head()
+    options: dict[str, Any] = {"tokens": problem.tokens(), "shift": True}
+    log_probs = linear_token_log_probs(**head, **options, impl="reference").log_probs
     # Near those of the policy, so that some ratios are clipped and others are not.
     old_log_probs = log_probs + 0.3 * problem.column()
-    others: dict[str, Any] = {
-        "tokens": tokens,
+    others = options | {
         "mask": problem.mask(),
         "token_advantages": problem.column(),
         "old_log_probs": old_log_probs,
         "ref_log_probs": old_log_probs + problem.column(),
     }
-    others |= {"shift": True, "kl_coeff": 0.1, "entropy_coeff": 0.1, "normalizer": 27.0}
+    others |= {"kl_coeff": 0.1, "entropy_coeff": 0.1, "normalizer": 27.0}
     for loss in RECIPES:
         case = Case(linear_policy_loss, f"{loss} mask shift", head, others | {"loss": loss})
         yield case._replace(results=lambda result: [result.loss])

@@ -36,7 +36,7 @@ class PolicyRecipe(NamedTuple):
             ``normalizer``. KL and entropy are aggregated in the same way.
         low: the distance of the lower bound from 1.
         high: the distance of the upper bound from 1.
-        dual_clip: the upper bound of a clipped ratio where the advantage is negative.
+        dual_clip: the upper bound of a clipped ratio if the advantage is negative.
         kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``, as :func:`token_kl` has them.
     """
 
@@ -45,7 +45,7 @@ class PolicyRecipe(NamedTuple):
     aggregation: str
     low: float
     high: float
-    dual_clip: float | None = None
+    dual_clip: float = math.inf
     kl_estimator: str = "k3"
 
 
@@ -67,14 +67,12 @@ class RatioStatistics(NamedTuple):
         mean: their mean.
         smallest: the least of them.
         largest: the greatest of them.
-        clipped_low: fraction of the tokens that have a negative advantage and a ratio below the
-            lower bound. The objective of a clipped loss has no gradient there.
-        clipped_high: fraction of the tokens that have a positive advantage and a ratio above the
-            upper bound. The same holds for them.
+        clipped_low: fraction of the tokens with a negative advantage and a ratio below the lower
+            bound, where a clipped loss has no gradient.
+        clipped_high: fraction of those with a positive advantage above the upper bound.
         effective_sample_size: ``(sum r)^2 / sum r^2`` as a fraction of the number of tokens, in
             (0, 1].
-        kl: mean of ``old_log_probs - log_probs``, an estimate of the KL of the policy that
-            generated to the policy.
+        kl: mean of ``old_log_probs - log_probs``, an estimate of KL(old || new).
     """
 
     mean: Tensor
@@ -154,8 +152,7 @@ def linear_policy_loss(
             count those of other ranks or micro-batches too: a number, or a tensor of one element.
         kl_coeff: factor of the KL to the reference policy in the loss. 0 reports the KL alone.
         entropy_coeff: factor of the entropy, which the loss rewards. 0 reports it alone.
-        head: options of :func:`linear_token_log_probs`: ``bias``, ``softcap``, ``scale``,
-            ``temperature``, ``vocab_offset``, ``vocab_group``, ``batch_invariant``, ``impl``.
+        head: options of :func:`linear_token_log_probs`, such as ``bias`` and ``temperature``.
 
     Returns:
         :class:`PolicyLoss`.
@@ -177,21 +174,24 @@ def linear_policy_loss(
         >>> result.objective, result.ratio.clipped_high
         (tensor(-2.4000), tensor(1.))
     """
-    recipe = _recipe(loss, normalizer)
+    recipe = _recipe(loss)
     if (advantages is None) == (token_advantages is None):
         raise ValueError(
-            "advantages: expected those of sequences, or token_advantages, got "
+            "advantages: expected either those of sequences or token_advantages, got "
             f"{'none' if advantages is None else 'both'}; pass one of the two"
         )
+    for name, coeff in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
+        if isinstance(coeff, bool):
+            raise TypeError(f"{name}: expected a number, got {coeff}; pass 0.0 to report it alone")
     if (ref_log_probs is None) != (kl_coeff is None):
         raise ValueError(
-            f"ref_log_probs: expected a tensor if there is a kl_coeff, and else None, got "
-            f"kl_coeff={kl_coeff} with {_dispatch.kind(ref_log_probs)}; pass both, or none"
+            "ref_log_probs: expected a tensor beside a kl_coeff, and else None, got "
+            f"{_dispatch.kind(ref_log_probs)} beside {kl_coeff}; pass both or none"
         )
-    if isinstance(kl_coeff, bool) or isinstance(entropy_coeff, bool):
-        raise TypeError(
-            f"kl_coeff, entropy_coeff: expected numbers or None, got {kl_coeff} and "
-            f"{entropy_coeff}; pass 0.0 to report a term that is no part of the loss"
+    if recipe.aggregation == "constant" and normalizer is None:
+        raise ValueError(
+            "normalizer: expected a number with the aggregation 'constant', got None; pass the "
+            "number of sequences times the longest length that may be generated, for example"
         )
     packed = _nested.pack("hidden", hidden, offsets, like=tokens)
     tokens, mask = packed.companion("tokens", tokens), packed.optional("mask", mask)
@@ -221,7 +221,7 @@ def linear_policy_loss(
         gain = column("token_advantages", token_advantages)
     else:
         assert advantages is not None
-        shape, remedy = torch.Size([count]), "or pass one a token as token_advantages"
+        shape, remedy = torch.Size([count]), "pass one a sequence, or token_advantages"
         _dispatch.check_same("advantages", advantages, shape, tokens.device, remedy=remedy)
         gain = torch.where(kept, advantages.detach().to(log_probs.dtype)[index], 0)
     old = log_probs.detach() if old_log_probs is None else column("old_log_probs", old_log_probs)
@@ -232,7 +232,7 @@ def linear_policy_loss(
     if normalizer is None:
         normalizer = max(count, 1) if recipe.aggregation == "sequence" else share.sum().clamp(min=1)
     share = share / lengths if recipe.aggregation == "sequence" else share
-    share = (share / normalizer).to(log_probs.dtype)
+    share = (share / normalizer).to(log_probs.dtype)  # a tensor of one element may be wider
     factors = share if token_weights is None else share * column("token_weights", token_weights)
     counting = (torch.where(factors != 0, x, 0) for x in (log_probs, log_ratio, gain))
     objective = (factors * _term(recipe, *counting)).sum()
@@ -252,26 +252,19 @@ def linear_policy_loss(
     return PolicyLoss._make((total, *terms, *of_tokens, statistics))
 
 
-def _recipe(loss: str | PolicyRecipe, normalizer: float | Tensor | None) -> PolicyRecipe:
+def _recipe(loss: str | PolicyRecipe) -> PolicyRecipe:
     if not isinstance(loss, PolicyRecipe):
         loss = RECIPES[_dispatch.check_choice("loss", loss, RECIPES)]
     for name, choices in (("term", TERMS), ("ratio", LEVELS), ("aggregation", AGGREGATIONS)):
         remedy = "change a row of RECIPES with _replace()"
         _dispatch.check_choice(f"loss.{name}", getattr(loss, name), choices, remedy)
-    if loss.aggregation == "constant" and normalizer is None:
-        raise ValueError(
-            "normalizer: expected a number with the aggregation 'constant', got None; pass the "
-            "number of sequences times the longest length that may be generated, for example"
-        )
     return loss
 
 
 def _term(recipe: PolicyRecipe, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     """The term of each token. Log-ratios are clamped, as an infinite ratio has no gradient."""
-    low, high, most = (
-        math.log(x) if x > 0 else -math.inf
-        for x in (1 - recipe.low, 1 + recipe.high, recipe.dual_clip or math.inf)
-    )
+    bounds = 1 - recipe.low, 1 + recipe.high, recipe.dual_clip
+    low, high, most = (math.log(x) if x > 0 else -math.inf for x in bounds)
     if recipe.term == "reinforce":
         return -advantages * log_probs
     if recipe.term == "cispo":
