@@ -50,7 +50,6 @@ KERNELS = {
     "backward_pairs, mixture": 8,
     "add_tile": 4,
     "differentiate_tile": 6,
-    "policy_rows": 10,
     "add_pair_tile": 8,
     "add_mixture_tile": 8,
     "differentiate_pair_tile": 12,
@@ -213,13 +212,6 @@ class Case(NamedTuple):
     classes: int
 
 
-def policy_loss(case: Case) -> list[Step]:
-    """``linear_policy_loss`` with its gradients."""
-    room = max(SIZES["GradientElements"], case.width * case.classes * FLOAT // 2)
-    tiles = tiles_of(case.rows, case.classes, whole_rows=True, gradient_elements=room)
-    return list(steps(tiles, case.width, "policy_rows", True))
-
-
 def log_probs(case: Case, batch_invariant: bool = False) -> list[Step]:
     """``linear_token_log_probs`` and its backward pass."""
     tiles = tiles_of(case.rows, case.classes, batch_invariant)
@@ -257,7 +249,6 @@ def bare_product(case: Case, gpu: Gpu) -> float:
 LARGE = Case(8192, 4096, 151936)
 SMALL = Case(400, 4096, 151936)  # all logits are one tile
 LINEAR = {
-    "`linear_policy_loss`": (policy_loss, LARGE, 3),
     "`linear_token_log_probs`": (log_probs, LARGE, 4),
     "`linear_exact_kl`, one gradient": (exact_kl, LARGE, 6),
 }
