@@ -197,6 +197,15 @@ def test_a_token_of_weight_0_adds_nothing(loss, poison):
     assert torch.equal(found.loss, expected.loss) and all(map(torch.equal, grads, others))
 
 
+def test_a_log_prob_that_is_no_number_shows_in_loss_and_gradient():
+    """Of its own row alone; a clamp has no gradient there."""
+    problem = Problem()
+    problem.old[3] = torch.nan
+    result, (grad, *_) = problem.run()
+    assert result.loss.isnan()
+    assert grad.isnan().any(-1).tolist() == [n == 3 for n in range(9)]
+
+
 @pytest.mark.parametrize("impl", ["cpu", "reference"])
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 @pytest.mark.parametrize("dual_clip", [torch.inf, 3.0])

@@ -70,8 +70,7 @@ class RatioStatistics(NamedTuple):
         clipped_low: fraction of the tokens with a negative advantage and a ratio below the lower
             bound, where a clipped loss has no gradient.
         clipped_high: fraction of those with a positive advantage above the upper bound.
-        effective_sample_size: ``(sum r)^2 / sum r^2`` as a fraction of the number of tokens, in
-            (0, 1].
+        effective_sample_size: ``(sum r)^2 / sum r^2``, as a fraction of the number of tokens.
         kl: mean of ``old_log_probs - log_probs``, an estimate of KL(old || new).
     """
 
@@ -158,9 +157,8 @@ def linear_policy_loss(
         :class:`PolicyLoss`.
 
     Raises:
-        TypeError: a mask that is not bool, hidden states that are not floating point.
         ValueError: an unknown loss, shapes, devices or offsets that do not fit, both or none of
-            the two advantages, a coefficient without what it weighs.
+            the two advantages, a KL coefficient without log-probs of a reference or the reverse.
         RuntimeError: a kept token outside ``[0, V)``; a second derivative.
 
     Example:
@@ -177,7 +175,7 @@ def linear_policy_loss(
     recipe = _recipe(loss)
     if (advantages is None) == (token_advantages is None):
         raise ValueError(
-            "advantages: expected either those of sequences or token_advantages, got "
+            "advantages: expected them or token_advantages, got "
             f"{'none' if advantages is None else 'both'}; pass one of the two"
         )
     for name, coeff in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
@@ -218,23 +216,24 @@ def linear_policy_loss(
         return values.new_zeros(count).index_add(0, index, values)[index]
 
     if token_advantages is not None:
-        gain = column("token_advantages", token_advantages)
+        advantages = column("token_advantages", token_advantages)
     else:
         assert advantages is not None
-        shape, remedy = torch.Size([count]), "pass one a sequence, or token_advantages"
+        shape, remedy = torch.Size([count]), "pass offsets of packed sequences, or token_advantages"
         _dispatch.check_same("advantages", advantages, shape, tokens.device, remedy=remedy)
-        gain = torch.where(kept, advantages.detach().to(log_probs.dtype)[index], 0)
+        advantages = torch.where(kept, advantages.detach().to(log_probs.dtype)[index], 0)
     old = log_probs.detach() if old_log_probs is None else column("old_log_probs", old_log_probs)
     share = kept.to(log_probs.dtype)
-    lengths = sums(share).clamp(min=1)
+    lengths, parts = sums(share).clamp(min=1), share.sum().clamp(min=1)
     log_ratio = log_probs - old if recipe.ratio == "token" else sums(log_probs - old)
     log_ratio = log_ratio / lengths if recipe.ratio == "geometric" else log_ratio
-    if normalizer is None:
-        normalizer = max(count, 1) if recipe.aggregation == "sequence" else share.sum().clamp(min=1)
-    share = share / lengths if recipe.aggregation == "sequence" else share
-    share = (share / normalizer).to(log_probs.dtype)  # a tensor of one element may be wider
+    if recipe.aggregation == "sequence":
+        share, parts = share / lengths, max(count, 1)
+    if normalizer is not None:
+        parts = normalizer.reshape(()) if isinstance(normalizer, Tensor) else normalizer
+    share = share / parts
     factors = share if token_weights is None else share * column("token_weights", token_weights)
-    counting = (torch.where(factors != 0, x, 0) for x in (log_probs, log_ratio, gain))
+    counting = (torch.where(factors != 0, x, 0) for x in (log_probs, log_ratio, advantages))
     objective = (factors * _term(recipe, *counting)).sum()
     total, kl, entropy = objective.clone(), None, None
     # A term with the factor 0 may be infinite.
@@ -246,7 +245,7 @@ def linear_policy_loss(
     if scored.entropy is not None:
         entropy = (share * scored.entropy.flatten()).sum()
         total = total - entropy_coeff * entropy if entropy_coeff else total
-    statistics = _statistics(log_probs - old, log_ratio, gain, kept, recipe)
+    statistics = _statistics(old - log_probs, log_ratio, advantages, kept, recipe)
     terms = (None if x is None else x.detach() for x in (objective, kl, entropy))
     of_tokens = (None if x is None else packed.result(x.detach()) for x in scored)
     return PolicyLoss._make((total, *terms, *of_tokens, statistics))
@@ -262,7 +261,7 @@ def _recipe(loss: str | PolicyRecipe) -> PolicyRecipe:
 
 
 def _term(recipe: PolicyRecipe, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """The term of each token. Log-ratios are clamped, as an infinite ratio has no gradient."""
+    """The term of each token. Log-ratios are clamped: the gradient of an infinite ratio is NaN."""
     bounds = 1 - recipe.low, 1 + recipe.high, recipe.dual_clip
     low, high, most = (math.log(x) if x > 0 else -math.inf for x in bounds)
     if recipe.term == "reinforce":
@@ -271,6 +270,7 @@ def _term(recipe: PolicyRecipe, log_probs: Tensor, log_ratio: Tensor, advantages
         return -log_ratio.detach().clamp(low, high).exp() * advantages * log_probs
     # The minimum of both products bounds a ratio on the side where its advantage rewards it.
     bounded = torch.where(advantages < 0, log_ratio.clamp(low, most), log_ratio.clamp(max=high))
+    bounded = torch.where(log_ratio.isnan(), log_ratio, bounded)  # clamp would drop its gradient
     return -bounded.exp() * advantages
 
 
@@ -296,5 +296,5 @@ def _statistics(
         clipped_low=low.sum() / among,
         clipped_high=high.sum() / among,
         effective_sample_size=torch.where(squares > 0, scaled.sum() ** 2 / squares / among, 0),
-        kl=-difference.sum() / among,
+        kl=difference.sum() / among,
     )
