@@ -41,7 +41,6 @@ LOGGED = 200_000  # bytes of what a command prints: its first ones, and its last
 ASKED = 2.0  # seconds before a command is killed: by Ctrl-C, so that pytest tells of failures
 # The kernels that ncu counts with the jobs that run them.
 COUNTED = {
-    "policy_rows": "linear_policy_loss",
     "differentiate_tile": "linear_token_log_probs",
     "forward_rows": "token_log_probs",
 }

@@ -93,17 +93,6 @@ def _differentiated(inputs: Collection[Tensor], calls: Runs) -> Runs:
     return {name: partial(run, call) for name, call in calls.items()}
 
 
-def _policy_loss(device: str, shape: model.Case) -> Runs:
-    of, tokens = _bench("bench_linear_policy_loss"), (8, shape.rows // 8)
-    job = of.make_job(device, tokens, tokens[1], shape.width, shape.classes, torch.bfloat16)
-    return {
-        OURS: partial(of.gradients, of.ours, job._replace(mask=None)),  # which keeps all of them
-        TORCH: partial(of.gradients, of.on_kept_rows, job),
-        PRODUCTS: partial(of.bare_products(job), job),
-        _bench("peers").LIGER: partial(of.gradients, of.liger, job),
-    }
-
-
 def _log_probs(device: str, shape: model.Case, impl: str = "auto") -> Runs:
     op, of = _op("linear_token_log_probs"), _bench("bench_linear_token_log_probs")
     job = of.make_job(device, (1, shape.rows), shape.width, shape.classes, torch.bfloat16, 1.0)
@@ -164,7 +153,6 @@ def _rows(*kernels: str) -> Callable[[model.Case], list[model.Step]]:
 
 PAIRS = model.LARGE._replace(rows=4096)
 HEADLINES = {  # each beside plain torch and the products alone, the most valuable first
-    "linear_policy_loss": Job(model.LARGE, _policy_loss, model.policy_loss),
     "linear_token_log_probs": Job(model.LARGE, _log_probs, model.log_probs),
     "linear_exact_kl": Job(model.LARGE, _linear_kl, model.exact_kl),
     "token_log_probs": Job(model.LARGE, _of_logits, _rows("forward_rows", "backward_rows")),

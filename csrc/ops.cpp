@@ -34,13 +34,6 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "rounds_grads=None) "
       "-> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
   m.def(
-      "linear_policy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor tokens, Tensor? mask, "
-      "Tensor? offsets, bool shift, Tensor temperature, float scale, float softcap, "
-      "Tensor advantages, Tensor? old_log_probs, Tensor? ref_log_probs, Tensor weights, "
-      "int surrogate, float low, float high, float most, int estimator, bool entropy, "
-      "bool of_hidden, bool of_weight, bool of_bias, *, Tensor? rounds_grads=None) "
-      "-> (Tensor rows, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)");
-  m.def(
       "token_kl(Tensor log_probs, Tensor ref_log_probs, Tensor? mask, Tensor? reward, "
       "Tensor coeff, int estimator, bool nan_missing) -> (Tensor kl, Tensor reward)");
   m.def(

@@ -18,7 +18,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 
-from fusedrl import WeightChannel, linear_policy_loss
+from fusedrl import (
+    WeightChannel,
+    importance_weights,
+    linear_policy_loss,
+    linear_token_log_probs,
+)
 from fusedrl.vllm import EngineWeights
 
 QUESTIONS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"]
@@ -83,14 +88,17 @@ def step(model: Any, optimizer: Any, rollouts: list[Any]) -> tuple[float, float]
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
     hidden = model.model(tokens, attention_mask=tokens != PAD).last_hidden_state
+    head = model.lm_head.weight
+    with torch.no_grad():
+        scored = linear_token_log_probs(hidden, head, tokens, generated, shift=True)
+    weights, _ = importance_weights(scored.log_probs, rollout_log_probs, generated, high=2.0)
     result = linear_policy_loss(
         hidden,
-        model.lm_head.weight,
+        head,
         tokens,
         advantages.flatten(),
         generated,
-        rollout_log_probs=rollout_log_probs,
-        importance={"high": 2.0},
+        token_weights=weights,
         shift=True,
     )
     result.loss.backward()

@@ -20,7 +20,6 @@ NEEDED: dict[str, dict[str, str]] = {
     "torch": {
         "torch.autograd.forward_ad": "_current_level",
         "torch._C": "_len_torch_dispatch_stack _is_tracing DisableTorchFunctionSubclass",
-        "torch._C._autograd": "_get_current_graph_task_keep_graph",
         "torch._ops:OpOverload": "_tags _schema",
         "torch.ops:aten": "_assert_async",
         "torch.nested._internal.nested_tensor:NestedTensor": "_ragged_idx _lengths _values",

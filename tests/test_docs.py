@@ -56,6 +56,7 @@ NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
 NO_EXAMPLE = {
     "TokenLogProbs",
     "ExactKL",
+    "PolicyLoss",
     "TokenKL",
     "ImportanceWeights",
     "Mismatch",

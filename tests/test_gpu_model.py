@@ -81,8 +81,9 @@ def test_tiles_are_those_of_the_host_code(driver, one_a_block, batch_invariant):
 
 
 def test_linear_ops_are_predicted_to_take_little_more_than_their_products():
-    # Rounding the weight's gradient, and reading float32 logits twice, keeps the first above 1.1.
-    for op, products, most in ((model.log_probs, 4, 1.15), (model.frozen_head, 2, 1.2)):
+    # Rounding the weight's gradient, and reading float32 logits twice, keeps the first above
+    # 1.1. A frozen head rounds what each class counts, and adds up a float32 sum for each tile.
+    for op, products, most in ((model.log_probs, 4, 1.15), (model.frozen_head, 2, 1.3)):
         bare = products * model.bare_product(model.LARGE, H100)
         assert model.total(op(model.LARGE), H100) <= most * bare
 

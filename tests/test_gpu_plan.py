@@ -31,17 +31,17 @@ esac
 """
 SANITIZER = "echo '========= ERROR SUMMARY: 0 errors'"
 NCU = """
-echo '==PROF== Profiling "policy_rows": 0%....100%'
+echo '==PROF== Profiling "differentiate_tile": 0%....100%'
 echo '"ID","Kernel Name","dram__bytes_read.sum","other"'
 echo '"","","byte","%"'
 echo '"0","void at::native::reduce_kernel<512>(T)","7","5"'
-for kernel in policy_rows differentiate_tile forward_rows; do
+for kernel in differentiate_tile forward_rows; do
     echo '"1","void fusedrl::<unnamed>::'$kernel'<(bool)0>(Rows)","9","5"'
     echo '"2","void fusedrl::(anonymous namespace)::'$kernel'<false>(Rows)","1,024","5"'
 done
 """
 RACE = """
-echo '========= Error: Race reported between Write access at void fusedrl::policy_rows<false>'
+echo '========= Error: Race reported between Write access at void fusedrl::forward_rows<false>'
 echo '=========     Host Frame: fusedrl::add_tile in _C_cuda.abi3.so'
 echo '========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)'
 exit 9
@@ -206,13 +206,13 @@ def test_tools_that_are_not_there_are_skipped(machine):
 
 # A step, its tool, what that says, and what is made of it.
 SAID = [
-    ("ncu", "ncu", "true", "failed: counted none of policy_rows"),
+    ("ncu", "ncu", "true", "failed: counted none of differentiate_tile"),
     ("ncu", "ncu", "exit 5", "failed: exit status 5: it said nothing"),
     ("ncu", "ncu", "echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1", "skipped: ncu may not read"),
 ]
 SANITIZED = [
-    (RACE, "failed: in policy_rows"),
-    (RACE.replace("exit 9", "sleep 1000"), "failed: in policy_rows"),
+    (RACE, "failed: in forward_rows"),
+    (RACE.replace("exit 9", "sleep 1000"), "failed: in forward_rows"),
     (OF_OTHERS, "passed: 2 findings in kernels of others"),
     ("echo 'Device not supported'; exit 1", "skipped: compute-sanitizer does not support this"),
     ("echo broken; exit 3", "failed: exit status 3: broken"),
@@ -310,14 +310,17 @@ def test_kernels_are_told_apart_by_their_names(monkeypatch):
         return SimpleNamespace(name=name, device_type=of, time_range=time_range)
 
     events = [
-        event("void fusedrl::policy_rows<false, c10::BFloat16>(fusedrl::Tile<c10::BFloat16>)", 1),
-        event("void fusedrl::(anonymous namespace)::policy_rows<true, float>(float*)", 2),
-        event("void at::native::vectorized_elementwise_kernel<4, policy_rows>(int)", 4),
+        event(
+            "void fusedrl::differentiate_tile<false, c10::BFloat16>(fusedrl::Tile<c10::BFloat16>)",
+            1,
+        ),
+        event("void fusedrl::(anonymous namespace)::differentiate_tile<true, float>(float*)", 2),
+        event("void at::native::vectorized_elementwise_kernel<4, differentiate_tile>(int)", 4),
         event("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", 8),
         event("Memcpy DtoD (Device -> Device)", 16),
-        event("fusedrl::linear_policy_loss", 32, "CPU"),
+        event("fusedrl::token_log_probs", 32, "CPU"),
     ]
     profiled = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
     monkeypatch.setattr("torch.profiler.profile", lambda activities: profiled)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    assert gpu_jobs._kernel_times(lambda: None, ["policy_rows"]) == {"policy_rows": 3}
+    assert gpu_jobs._kernel_times(lambda: None, ["differentiate_tile"]) == {"differentiate_tile": 3}

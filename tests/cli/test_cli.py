@@ -19,9 +19,8 @@ from programs import python
 import fusedrl
 from fusedrl import _host
 from fusedrl.cli import COMMANDS, check, main
-from fusedrl.ops import OPS, _head, token_kl
-from fusedrl.ops.cases import cases_of
-from fusedrl.ops.token_kl import cases
+from fusedrl.ops import _head, cases, token_kl
+from fusedrl.ops.cases import OPS, cases_of
 
 from .conftest import pasted
 

@@ -11,8 +11,7 @@ import torch
 
 import fusedrl
 from fusedrl import native
-from fusedrl.ops import OPS
-from fusedrl.ops.cases import Case, all_cases, cases_of
+from fusedrl.ops.cases import OPS, Case, all_cases, cases_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NO_ENTROPY = {"entropy": False, "entropy_coeff": 0.0}

@@ -13,7 +13,7 @@ HIDDEN, WEIGHT, TOKENS = torch.ones(3, 4), torch.zeros(10, 4), torch.tensor([1, 
 
 
 def test_a_policy_loss_is_named_flat():
-    result = linear_policy_loss(HIDDEN, WEIGHT, TOKENS, torch.ones(3), entropy=True)
+    result = linear_policy_loss(HIDDEN, WEIGHT, TOKENS, torch.ones(1), entropy_coeff=0.0)
     metrics = loss_metrics(result)
     assert metrics["loss/objective"] == pytest.approx(-1.0)
     assert metrics["loss/entropy"] == pytest.approx(torch.tensor(10.0).log().item())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusedrl.ops import OPS
-from fusedrl.ops.cases import all_cases, cases_of
+from fusedrl.ops.cases import OPS, all_cases, cases_of
 
 SEQUENCES, LENGTH = 2, 4
 SMALL = {"classes": 5, "sequences": SEQUENCES, "length": LENGTH, "width": 3}

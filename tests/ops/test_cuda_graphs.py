@@ -11,19 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedrl import linear_exact_kl, token_log_probs
 from fusedrl.ops import _dispatch, _stored
-from fusedrl.ops._head import prepare
-from fusedrl.ops.linear_policy_loss.autograd import REINFORCE, Rows, Task, run
-from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, TermWeights
 
 from .every_case import EVERY, leaves_of
 
 DROPS_ROWS = {name for name in EVERY if name.startswith("linear")}
-
-
-def head_on(device, requires_grad=False):
-    """Hidden states of four tokens, and the weight of five classes."""
-    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": requires_grad}
-    return torch.empty(4, 3, **options), torch.empty(5, 3, **options)
 
 
 class NoWaits(TorchDispatchMode):
@@ -75,17 +66,6 @@ def test_nothing_waits_for_the_device(device, name):
     with NoWaits():
         results = case.call(inputs)
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])
-
-
-def test_separate_terms_wait_for_nothing(device):
-    column = torch.empty(4, device=device)
-    head = prepare("", *head_on(device, requires_grad=True), None, None, None)
-    rows = Rows(column.long(), None, None, False, column[0])
-    weights = TermWeights(*torch.empty(4, 4, device=device))
-    task = Task(head, rows, PolicyBatch(column, None, None), weights, REINFORCE, True)
-    with NoWaits():
-        (run(task, separate=True).values * column).sum().backward()
-    assert head.hidden.grad.shape == (4, 3) and head.weight.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from fusedrl import linear_policy_loss
-from fusedrl.ops import OPS
-from fusedrl.ops.cases import cases_of
+from fusedrl.ops.cases import OPS, cases_of
 
 from .every_case import FEW, LENGTH, SEQUENCES, gradients, is_of_tokens, leaves_of, padded_cases
 
@@ -252,20 +250,3 @@ def test_a_forward_mode_tangent_is_refused(name):
                     pytest.raises(NotImplementedError, match=f"^{argument}: .* impl='reference'"),
                 ):
                     case.call(case.inputs | {argument: dual})
-
-
-# Two sequences and two tokens: [B] values could be taken for one a token.
-TWO = torch.tensor([0, 0, 2])
-
-
-def nested(values):
-    return torch.nested.nested_tensor_from_jagged(values, TWO)
-
-
-def test_advantages_of_sequences_are_not_those_of_tokens():
-    hidden, weight, tokens = torch.randn(2, 4), torch.randn(7, 4), torch.tensor([1, 5])
-    advantages = torch.tensor([9.0, -2.0])  # the first is of a sequence without a token
-    ours = linear_policy_loss(nested(hidden), weight, nested(tokens), advantages)
-    spread = advantages[None, [1, 1]]
-    expected = linear_policy_loss(hidden, weight, tokens, spread, offsets=TWO)
-    assert torch.equal(ours.loss, expected.loss)

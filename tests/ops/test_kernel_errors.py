@@ -31,20 +31,11 @@ def linear_exact(rows=ROWS, offsets=None, temperature=ONE):
     )
 
 
-def policy_loss(rows=ROWS, offsets=None, temperature=ONE):
-    head = (rows, HEAD.to(rows.dtype), None)
-    constants = (1.0, 0.0, torch.ones(3), None, None, torch.ones(3, 4))
-    options = (0, 0.8, 1.2, 2.0, 2, False, False, False, False)
-    return OPS.linear_policy_loss(
-        *head, TOKENS, None, offsets, False, temperature, *constants, *options
-    )
-
-
 def kl(rows=ROWS):
     return OPS.token_kl(rows[0], rows[1], None, None, ONE, 0, False)
 
 
-OVER_ROWS = [log_probs, linear, exact, linear_exact, policy_loss]
+OVER_ROWS = [log_probs, linear, exact, linear_exact]
 REFUSED = [
     ({"offsets": torch.tensor([0, 2])}, "offsets: expected non-decreasing values from 0 to"),
     ({"temperature": -ONE}, "temperature: expected a finite number > 0, got -1; 1"),

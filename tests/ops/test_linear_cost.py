@@ -85,7 +85,7 @@ PRODUCTS = """
 import sys
 
 import torch
-from fusedrl import linear_exact_kl, linear_policy_loss, linear_token_log_probs
+from fusedrl import linear_exact_kl, linear_token_log_probs
 from fusedrl.ops import _stored
 
 torch.manual_seed(0)
@@ -97,7 +97,6 @@ heads = hidden, weight, hidden.detach(), weight.detach().flip(0)
 losses = {
     "log_probs": lambda: linear_token_log_probs(*heads[:2], tokens, **rows).log_probs,
     "frozen": lambda: linear_token_log_probs(hidden, weight.detach(), tokens, **rows).log_probs,
-    "policy_loss": lambda: linear_policy_loss(*heads[:2], tokens, torch.randn(2), **rows).loss,
     "reverse": lambda: linear_exact_kl(*heads, **rows).kl,
     "jensen_shannon": lambda: linear_exact_kl(*heads, **rows, direction="jensen_shannon").kl,
 }
@@ -114,11 +113,10 @@ for name, loss in losses.items():
 def test_only_kept_rows_are_multiplied_and_no_more_often_than_they_must():
     """The profiler does not see the products: they bypass the dispatcher."""
     kept = sum(n % 7 == 3 and n not in (0, 3) for n in range(300))
-    expected = {"log_probs": (4, 3), "policy_loss": (3, 3), "reverse": (6, 4)}
-    expected["frozen"] = (2, 2)
+    expected = {"log_probs": (4, 3), "frozen": (2, 2), "reverse": (6, 4)}
     expected["jensen_shannon"] = (8, 4)
     found = run(PRODUCTS).split("next ")[1:]
-    assert len(found) == 10
+    assert len(found) == 8
     for part in found:
         name, most_bytes = part.split()[:2]
         sizes = re.findall(r"SGEMM\(\w,\w,(\d+),(\d+),(\d+),", part)

@@ -1,4 +1,4 @@
-"""linear_policy_loss: values and gradients against float64, torchrl's losses and Liger's."""
+"""linear_policy_loss: values and gradients against formulas by hand, float64 and Liger's."""
 
 from __future__ import annotations
 
@@ -6,175 +6,134 @@ import itertools
 
 import pytest
 import torch
-from accuracy import no_worse
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from fusedrl import (
-    importance_weights,
-    linear_policy_loss,
-    token_kl,
-)
-from fusedrl.ops.linear_policy_loss.losses import RECIPES
+from fusedrl import linear_policy_loss
+from fusedrl.ops import RECIPES
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LOSSES = sorted(RECIPES)
 OFFSETS = torch.tensor([0, 3, 3, 4, 9])
+MASK = torch.arange(9) // 2 != 2  # 3, 0, 1 and 3 of the sequences
+CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+ESTIMATES = {
+    "k1": lambda d: -d,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: d.exp() - 1 - d,
+    "abs": lambda d: d.abs(),
+}
 
 
 class Problem:
     """Packed rows with logits a few units apart, and log-probs whose ratios are 0.4 to 2.5."""
 
-    def __init__(self, rows=9, classes=1100, width=16, dtype=torch.float32, seed=0):
+    def __init__(self, rows=9, classes=1100, dtype=torch.float32, seed=0, offsets=OFFSETS):
         torch.manual_seed(seed)
-        hidden, weight = torch.randn(rows, width), torch.randn(classes, width) * 3 / width**0.5
+        hidden, weight = torch.randn(rows, 16), torch.randn(classes, 16) * 0.75
         self.head = [x.to(dtype) for x in (hidden, weight, torch.randn(classes))]
-        self.tokens = torch.randint(0, classes, (rows,))
-        logits = functional.linear(*(x.float() for x in self.head))
-        log_probs = torch.log_softmax(logits, -1).gather(-1, self.tokens[:, None]).squeeze(-1)
-        self.old, self.ref = (log_probs + torch.randn(rows) * 0.4 for _ in range(2))
-        self.advantages = torch.randn(rows)
+        self.tokens, self.offsets = torch.randint(0, classes, (rows,)), offsets
+        self.noise = torch.randn(2, rows) * 0.4
+        self.advantages, self.factors = torch.randn(rows), torch.rand(rows)
+        self.scores(self.head)
 
-    def run(self, dtype=None, impl="cpu", factor=1.0, mask=None, **options):
+    def scores(self, head, shift=False):
+        """Log-probs and entropies, of which those of two other policies are made."""
+        log_softmax = torch.log_softmax(functional.linear(*head).double(), -1).roll(int(shift), 0)
+        log_probs = log_softmax.gather(-1, self.tokens[:, None]).squeeze(-1)
+        self.old, self.ref = (log_probs.detach() + self.noise).float()
+        return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+    def run(self, **options):
         """The result, and the gradients of hidden states, weight and bias."""
-        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in self.head]
-        hidden, weight, bias = leaves
-        options = {"old_log_probs": self.old, "ref_log_probs": self.ref, **options}
+        leaves = [x.detach().clone().requires_grad_() for x in self.head]
+        options = {"old_log_probs": self.old, "offsets": self.offsets, **options}
+        if "advantages" not in options:
+            options["token_advantages"] = self.advantages
+        if "kl_coeff" in options:
+            options.setdefault("ref_log_probs", self.ref)
         if options.get("loss") == "dr_grpo":
             options.setdefault("normalizer", 50.0)
-        result = linear_policy_loss(
-            hidden, weight, self.tokens, self.advantages, mask, bias=bias, impl=impl, **options
+        result = linear_policy_loss(*leaves[:2], self.tokens, bias=leaves[2], **options)
+        return result, torch.autograd.grad(result.loss, leaves)
+
+    def by_hand(self, recipe, normalizer, log_probs, entropies, kept):
+        """The loss with factors, 0.2 of a KL and 0.03 of the entropy, a token at a time."""
+        rows, means = [], []
+        for start, end in itertools.pairwise(self.offsets.tolist()):
+            inside = [n for n in range(start, end) if kept[n]]
+            terms = [log_probs.sum() * 0]
+            for n in inside:
+                over = [n] if recipe.ratio == "token" else inside
+                log_ratio = (log_probs - self.old)[over].sum()
+                log_ratio = log_ratio / len(inside) if recipe.ratio == "geometric" else log_ratio
+                ratio, advantage = log_ratio.exp(), self.advantages[n].double()
+                bounded = ratio.clamp(1 - recipe.low, 1 + recipe.high)
+                objective = torch.minimum(ratio * advantage, bounded * advantage)
+                if advantage < 0:
+                    objective = torch.maximum(objective, recipe.dual_clip * advantage)
+                if recipe.term == "cispo":
+                    objective = bounded.detach() * advantage * log_probs[n]
+                if recipe.term == "reinforce":
+                    objective = advantage * log_probs[n]
+                kl = ESTIMATES[recipe.kl_estimator](self.ref[n] - log_probs[n])
+                terms.append(-objective * self.factors[n] + 0.2 * kl - 0.03 * entropies[n])
+            rows += terms
+            means.append(sum(terms) / max(len(inside), 1))
+        if recipe.aggregation == "sequence":
+            return sum(means) / (normalizer or len(means))
+        return sum(rows) / (normalizer or max(int(kept.sum()), 1))
+
+    def check(self, recipe, normalizer=None, shift=False, mask=MASK):
+        """The loss and its gradients are those by hand, in float64."""
+        if recipe.aggregation == "constant" and normalizer is None:
+            normalizer = 50.0
+        leaves, dtype = [x.double().requires_grad_() for x in self.head], self.head[0].dtype
+        scores = self.scores(leaves, shift)
+        first = (torch.arange(len(mask))[:, None] == self.offsets).any(-1)
+        value = self.by_hand(recipe, normalizer, *scores, mask & ~(first & shift))
+        options = {"kl_coeff": 0.2, "entropy_coeff": 0.03, "token_weights": self.factors}
+        options |= {"loss": recipe, "normalizer": normalizer, "mask": mask, "shift": shift}
+        result, grads = self.run(**options)
+        close = CLOSE[dtype]
+        of_loss = min(close, CLOSE[torch.float32])  # which no dtype rounds
+        torch.testing.assert_close(
+            result.loss.double(), value.reshape(()), rtol=of_loss, atol=of_loss
         )
-        return result, torch.autograd.grad(result.loss * factor, leaves)
+        for got, want in zip(grads, torch.autograd.grad(value, leaves), strict=True):
+            assert got.dtype == dtype
+            atol = close * max(want.abs().max().item(), 1e-3)
+            torch.testing.assert_close(got.double(), want, rtol=close, atol=atol)
 
 
-def check(problem, **options):
-    """The compiled op is no worse than its definition in torch, both in the dtype of the inputs."""
-    (mine, grads), (theirs, other_grads), (truth, exact_grads) = (
-        problem.run(**kwargs, **options)
-        for kwargs in ({}, {"impl": "reference"}, {"impl": "reference", "dtype": torch.float64})
-    )
-    for name in ("loss", "objective", "kl", "entropy", "log_probs"):
-        got, other, exact = (getattr(x, name) for x in (mine, theirs, truth))
-        if exact is None:
-            assert name == "entropy" and got is other is mine.entropies is None
-            continue
-        no_worse(got, other, exact, 3e-6 * max(1.0, exact.abs().max().item()))
-    for got, other, exact in zip(mine.ratio, theirs.ratio, truth.ratio, strict=True):
-        no_worse(got, other, exact, 3e-6 * max(1.0, exact.abs().max().item()))
-    for got, other, exact in zip(grads, other_grads, exact_grads, strict=True):
-        assert got.dtype == problem.head[0].dtype
-        rounding = max(3e-6, torch.finfo(got.dtype).eps / 8) if got.dtype != torch.float32 else 3e-6
-        no_worse(got, other, exact, rounding * exact.abs().max().item())
+CHANGED = RECIPES["grpo"]._replace(low=0.1, high=0.4, dual_clip=1.6)
+GRID = itertools.product(("token", "sequence", "geometric"), ("token", "sequence", "constant"))
+CASES = [
+    *RECIPES.values(),
+    *(CHANGED._replace(ratio=ratio, aggregation=aggregation) for ratio, aggregation in GRID),
+    *(RECIPES[x]._replace(kl_estimator=y) for x in ("grpo", "gspo") for y in ESTIMATES),
+]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_are_no_worse_than_their_definition(loss, dtype):
-    options = {"offsets": OFFSETS, "loss": loss, "kl_coeff": 0.2, "entropy_coeff": 0.03}
-    check(Problem(dtype=dtype), **options)
+@pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: "-".join(map(str, recipe)))
+@pytest.mark.parametrize("normalizer", [None, 13, torch.tensor(7.0), torch.tensor([7])], ids=str)
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_losses_are_their_formulas_by_hand(recipe, normalizer, shift, dtype):
+    Problem(dtype=dtype).check(recipe, normalizer, shift)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("classes", [1, 7, 4096, 4097, 9000])
-def test_sizes_around_a_tile_of_classes(classes, dtype):
-    check(Problem(classes=classes, dtype=dtype), temperature=0.7, entropy=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_several_blocks_of_rows_add_up(dtype):
-    """What needs two blocks, 140 MiB of logits each, is the sum of its parts, one block each."""
-    hidden, weight = torch.randn(560, 3), torch.randn(130_000, 3)
-    tokens, advantages = torch.randint(0, 130_000, (560,)), torch.randn(560)
-    results = []
-    for parts in ((slice(0, 560),), (slice(0, 280), slice(280, 560))):
-        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
-        for part in parts:
-            out = linear_policy_loss(
-                *(leaves[0][part], leaves[1], tokens[part], advantages[part], None),
-                old_log_probs=torch.full((part.stop - part.start,), -12.0), loss="dapo",
-                normalizer=560,
-            )  # fmt: skip
-            out.loss.backward()
-        results.append((leaves[0].grad, leaves[1].grad))
-    rounded = 1e-4 if dtype == torch.float32 else 1e-2  # of two halves, or of their sum
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=rounded, atol=1e-5 * want.abs().max().item())
-
-
-@pytest.mark.parametrize("factor", [1 / 3, 1 / 7, 0.7])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loss", ["reinforce", "gspo"])
-def test_the_factor_of_a_scaled_loss_is_not_rounded(loss, dtype, factor):
-    """A third is off by 2e-3 in bfloat16, and so would be all gradients, in the same direction."""
-    problem = Problem(rows=400, width=64, dtype=dtype)
-    options = {"loss": loss, "offsets": torch.tensor([0, 30, 400])}
-    _, (*grads, _) = problem.run(factor=factor, **options)
-    _, (*exact, _) = problem.run(torch.float64, "reference", factor, **options)
-    for got, truth in zip(grads, exact, strict=True):
-        bias = (got.double() * truth).sum() / truth.square().sum() - 1
-        assert abs(bias) <= 2.6e-4  # that of plain torch
-        # Of one rounding, and one more of the weight's; root mean square.
-        assert (got.double() - truth).norm() <= torch.finfo(dtype).eps / 3 * truth.norm()
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_float64_is_right_to_float64(loss):
-    """The value and the gradient by the hidden states, by formulas of their own."""
-    problem = Problem(dtype=torch.float64)
-    mask = torch.arange(9) // 2 != 2  # 3, 0, 1 and 3 of the sequences
-    hidden = problem.head[0].requires_grad_()
-    log_softmax = torch.log_softmax(functional.linear(*problem.head), -1)
-    log_probs = log_softmax.gather(-1, problem.tokens[:, None]).squeeze(-1)
-    bounds = list(itertools.pairwise(OFFSETS.tolist()))
-    log_ratio = log_probs - problem.old.double()
-    recipe = RECIPES[loss]
-    if recipe.ratio != "token":
-        of_sequences = [(log_ratio * mask)[a:b].sum() for a, b in bounds]
-        if recipe.ratio == "geometric":
-            counts = [max(int(mask[a:b].sum()), 1) for a, b in bounds]
-            of_sequences = [x / n for x, n in zip(of_sequences, counts, strict=True)]
-        log_ratio = torch.stack(of_sequences).repeat_interleave(OFFSETS.diff())
-    advantages, (low, high) = problem.advantages.double(), recipe.clip
-    bounded = log_ratio.exp().clamp(1 - low, 1 + high)
-    terms = -torch.minimum(log_ratio.exp() * advantages, bounded * advantages)
-    if loss == "cispo":
-        terms = -bounded.detach() * advantages * log_probs
-    if loss == "reinforce":
-        terms = -advantages * log_probs
-    terms = terms[mask] if recipe.aggregation != "sequence" else terms * mask
-    value = terms.sum() / (50 if recipe.aggregation == "constant" else 7)
-    if recipe.aggregation == "sequence":
-        means = [terms[a:b].sum() / max(int(mask[a:b].sum()), 1) for a, b in bounds]
-        value = torch.stack(means).sum() / 4
-    (expected,) = torch.autograd.grad(value, hidden)
-    result, (grad, *_) = problem.run(loss=loss, impl="auto", mask=mask, offsets=OFFSETS)
-    torch.testing.assert_close(result.loss, value, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize("scale", [None, 0.5])
-@pytest.mark.parametrize("temperature", [0.6, torch.tensor(1.7)], ids=str)
-def test_options_of_the_head(softcap, scale, temperature):
-    check(Problem(), softcap=softcap, scale=scale, temperature=temperature, entropy_coeff=0.1)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_kl_estimators(estimator, loss):
-    check(Problem(), loss=loss, kl_coeff=0.3, kl_estimator=estimator, offsets=OFFSETS)
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("normalizer", [None, 13, torch.tensor(7.0), torch.tensor(7)], ids=str)
-@pytest.mark.parametrize("ratio", ["token", "sequence", "geometric"])
-def test_aggregations_and_ratios(aggregation, normalizer, ratio):
-    if aggregation == "constant" and normalizer is None:
-        normalizer = 30.0
-    options = {"aggregation": aggregation, "normalizer": normalizer, "ratio": ratio}
-    check(Problem(), offsets=OFFSETS, shift=True, clip=(0.1, 0.4), dual_clip=1.6, **options)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(CASES),
+    st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
+    st.integers(0, 10_000),
+    st.booleans(),
+)
+def test_random_batches(recipe, lengths, seed, shift):
+    offsets, rows = torch.tensor([0, *itertools.accumulate(lengths)]), sum(lengths)
+    problem = Problem(rows, 37, torch.float64, seed, offsets)
+    problem.check(recipe, shift=shift, mask=torch.rand(rows) < 0.7)
 
 
 def test_ratios_are_one_without_old_log_probs():
@@ -184,13 +143,13 @@ def test_ratios_are_one_without_old_log_probs():
     _, expected = problem.run(loss="reinforce")
     assert on_policy.ratio.mean == on_policy.ratio.effective_sample_size == 1
     torch.testing.assert_close(on_policy.loss, -problem.advantages.mean())
-    for got, want in zip(grads, expected, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads, expected)
 
 
 def test_statistics_of_the_ratios():
-    problem, mask = Problem(rows=40), torch.arange(40) % 4 != 1
-    found = problem.run(loss="grpo", clip=(0.2, 0.3), mask=mask)[0]
+    problem, mask = Problem(rows=40, offsets=None), torch.arange(40) % 4 != 1
+    recipe = RECIPES["grpo"]._replace(high=0.3)
+    found = problem.run(loss=recipe, mask=mask)[0]
     difference, advantages = (found.log_probs - problem.old)[mask], problem.advantages[mask]
     ratio = difference.exp()
     expected = {
@@ -203,90 +162,143 @@ def test_statistics_of_the_ratios():
         "kl": -difference.mean(),
     }
     assert expected["clipped_low"] > 0 and expected["clipped_high"] > 0
-    for name, value in expected.items():
-        torch.testing.assert_close(getattr(found.ratio, name), value, msg=name)
+    torch.testing.assert_close(found.ratio._asdict(), expected)
+    assert not any(problem.run(loss="reinforce")[0].ratio[3:5])
 
 
-def test_token_weights_scale_the_objective_alone():
+@pytest.mark.parametrize("count", [3, 9])
+def test_advantages_of_sequences_are_those_of_their_tokens(count):
+    """However many there are of both, packed, padded and jagged."""
+    problem, values = Problem(), torch.tensor([9.0, -1.0, 2.0] * 3)[:count]
+    offsets = {3: torch.tensor([0, 3, 6, 9]), 9: torch.tensor([0, 0, 2, 3, 4, 5, 6, 7, 8, 9])}[
+        count
+    ]
+    problem.advantages = values.repeat_interleave(offsets.diff())
+    expected, grads = problem.run(offsets=offsets, old_log_probs=None)
+    found, others = problem.run(offsets=offsets, old_log_probs=None, advantages=values)
+    assert torch.equal(found.loss, expected.loss) and all(map(torch.equal, grads, others))
+    forms = [lambda x: torch.nested.nested_tensor_from_jagged(x, offsets)]
+    forms += [lambda x: x.unflatten(0, (3, 3))] if count == 3 else []
+    for form in forms:
+        inputs = form(problem.head[0]), problem.head[1], form(problem.tokens), values
+        result = linear_policy_loss(*inputs, bias=problem.head[2])
+        torch.testing.assert_close(result.loss, expected.loss)
+        assert result.log_probs.is_nested == form(problem.tokens).is_nested
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("loss", ["grpo", "cispo", "reinforce"])
+def test_a_token_of_weight_0_adds_nothing(loss, poison):
+    """Whatever else is known of it."""
+    problem, weights = Problem(), (torch.arange(9) != 3).float()
+    expected, grads = problem.run(token_weights=weights, loss=loss)
+    problem.advantages[3] = problem.old[3] = poison
+    found, others = problem.run(token_weights=weights, loss=loss)
+    assert torch.equal(found.loss, expected.loss) and all(map(torch.equal, grads, others))
+
+
+def test_a_log_prob_that_is_no_number_shows_in_loss_and_gradient():
+    """Of its own row alone; a clamp has no gradient there."""
     problem = Problem()
-    factors = torch.rand(9)
-    weighted, grads = problem.run(loss="dapo", token_weights=factors, kl_coeff=0.5)
-    problem.advantages = problem.advantages * factors
-    expected, other_grads = problem.run(loss="dapo", kl_coeff=0.5)
-    torch.testing.assert_close(weighted.loss, expected.loss)
-    for got, want in zip(grads, other_grads, strict=True):
-        torch.testing.assert_close(got, want)
+    problem.old[3] = torch.nan
+    result, (grad, *_) = problem.run()
+    assert result.loss.isnan()
+    assert grad.isnan().any(-1).tolist() == [n == 3 for n in range(9)]
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("loss", ["dapo", "gspo"])
-def test_rollout_log_probs_weigh_the_objective(level, on_policy, loss):
-    """By importance_weights of the old log-probs, or of the policy's own."""
-    problem, mask = Problem(), torch.arange(9) % 4 != 1
-    options = {"loss": loss, "offsets": OFFSETS, "shift": True, "mask": mask, "kl_coeff": 0.1}
-    if on_policy:
-        options["old_log_probs"] = None
-    importance = {"level": level, "high": 1.3}
-    mine, grads = problem.run(rollout_log_probs=problem.ref, importance=importance, **options)
-    log_probs = problem.run(**options)[0].log_probs if on_policy else problem.old
-    kept = mask & torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
-    weights = importance_weights(
-        log_probs, problem.ref, kept, offsets=OFFSETS, **importance
-    ).weights
-    expected, other_grads = problem.run(token_weights=weights, **options)
-    assert (weights[kept] != 1).all()
-    torch.testing.assert_close(mine.loss, expected.loss)
-    for got, want in zip(grads, other_grads, strict=True):
-        torch.testing.assert_close(got, want)
-    with pytest.raises(ValueError, match="rollout_log_probs: expected a tensor with importance"):
-        problem.run(importance=importance, **options)
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("dual_clip", [torch.inf, 3.0])
+def test_a_clipped_ratio_that_overflows_has_no_gradient(ratio, dual_clip, impl):
+    """Its exponential is infinite, and what it is multiplied by is 0."""
+    problem = Problem()
+    problem.advantages = torch.where(torch.arange(9) < 3, -1.0 if dual_clip == 3 else 0.5, 1.0)
+    recipe = RECIPES["rloo"]._replace(ratio=ratio, dual_clip=dual_clip, aggregation="token")
+    options = {"loss": recipe, "normalizer": 1.0, "impl": impl}
+    options["old_log_probs"] = torch.where(torch.arange(9) == 1, -300.0, problem.old)
+    clipped, grads = problem.run(**options)
+    assert clipped.ratio.largest.isinf() and clipped.loss.isfinite()
+    kept = torch.arange(9) >= 3 if ratio == "sequence" else torch.arange(9) != 1
+    rest, expected = problem.run(mask=kept, **options)
+    lost = (~kept).sum() * (3.0 if dual_clip == 3 else -1.2 * 0.5)
+    torch.testing.assert_close(clipped.loss, rest.loss + lost)
+    torch.testing.assert_close(grads, expected)
 
 
-def test_small_gradients_survive_float16():
-    """One token among many, before a loss scale: 1e-8 would be 0 in float16."""
-    problem = Problem(rows=64, dtype=torch.float16)
-    options = {"loss": "dapo", "normalizer": 1e7}
-    _, grads = problem.run(factor=2.0**16, **options)
-    _, exact = problem.run(torch.float64, "reference", 2.0**16, **options)
-    for got, want in zip(grads, exact, strict=True):
-        torch.testing.assert_close(
-            got.double(), want, rtol=2e-3, atol=2e-3 * want.abs().max().item()
-        )
+@pytest.mark.parametrize("loss", ["grpo", "gspo", "rloo"])
+def test_an_infinite_term_leaves_the_others_as_they_are(loss):
+    """And the loss, where its factor is 0."""
+    problem = Problem()
+    plain, grads = problem.run(loss=loss)
+    problem.ref[2] = -torch.inf
+    for coeff in (0.0, 0.1):
+        result, others = problem.run(loss=loss, kl_coeff=coeff)
+        assert result.kl == torch.inf
+        assert torch.equal(result.objective, plain.objective)
+        assert result.loss == (torch.inf if coeff else plain.loss)
+        assert all(x.isfinite().all() for x in others)
+        assert coeff or all(map(torch.equal, grads, others))
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.sampled_from(LOSSES),
-    st.lists(st.integers(0, 5), min_size=1, max_size=5),
-    st.integers(0, 10_000),
-    st.booleans(),
-)
-def test_random_batches(loss, lengths, seed, shift):
-    problem = Problem(rows=sum(lengths), classes=37, seed=seed)
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-    mask = torch.rand(sum(lengths)) < 0.7
-    assume(sum(lengths) not in (0, len(lengths)))  # one dimension that may mean either is refused
-    check(problem, offsets=offsets, shift=shift, loss=loss, kl_coeff=0.1, mask=mask)
+def test_a_rollout_of_inference_mode_is_trained_on():
+    """Its advantages and log-probs; torch itself trains no model on tokens of that mode."""
+    problem, options = Problem(), {"mask": MASK, "kl_coeff": 0.1}
+    _, expected = problem.run(**options)
+    with torch.inference_mode():
+        for name in ("old", "ref", "advantages"):
+            setattr(problem, name, getattr(problem, name).clone())
+    assert all(map(torch.equal, problem.run(**options)[1], expected))
 
 
-def test_as_many_tokens_as_sequences():
-    """Whose advantages and rewards these are never depends on how many there are."""
-    problem, offsets = Problem(rows=3), torch.tensor([0, 0, 2, 3])
-    values, spread = torch.tensor([9.0, 1.0, 2.0]), torch.tensor([1.0, 1.0, 2.0])
+def test_constants_may_be_used_again_before_the_backward_pass():
+    """As buffers of a rollout that is written for the next step; and no gradient flows to them."""
+    problem = Problem()
+    leaves = [x.clone().requires_grad_() for x in problem.head]
+    names = "token_advantages", "old_log_probs", "ref_log_probs", "token_weights"
+    columns = problem.advantages, problem.old, problem.ref, problem.factors
+    constants = {name: x.requires_grad_() for name, x in zip(names, columns, strict=True)}
+    options = {"bias": leaves[2], "kl_coeff": 0.1, **constants}
+    first, again = (linear_policy_loss(*leaves[:2], problem.tokens, **options) for _ in "ab")
+    assert not any(x.requires_grad for x in (*again[1:3], again.log_probs, *again.ratio))
+    expected = torch.autograd.grad(first.loss, leaves)
+    with torch.no_grad():
+        for constant in columns:
+            constant.zero_()
+    again.loss.backward()
+    assert all(map(torch.equal, (x.grad for x in leaves), expected))
+    assert all(x.grad is None for x in columns)
 
-    def loss(advantages):
-        problem.advantages = advantages
-        return problem.run(offsets=offsets, loss="reinforce")[0].loss
 
-    def reward(column):
-        return token_kl(problem.old, problem.old, offsets=offsets, reward=column).reward
+LIGERS = [
+    ("grpo", {}, {}),
+    ("grpo", {"dual_clip": 1.5}, {"delta": 1.5}),
+    ("dapo", {}, {"epsilon_high": 0.28}),
+    ("dr_grpo", {}, {"max_completion_length": 10}),
+    ("gspo", {"low": 0.2, "high": 0.2}, {"importance_sampling_level": "sequence"}),
+    ("cispo", {"high": 0.3}, {"epsilon_high": 1.3}),
+]
 
-    assert torch.equal(loss(values[:, None]), loss(spread[None]))
-    assert torch.equal(reward(values[:, None]), spread)
-    assert torch.equal(reward(spread[None]), spread)
-    for op in (loss, reward):
-        with pytest.raises(ValueError, match=r": expected \[B, 1\] or \[1, N\] where"):
-            op(values)
-    offsets = torch.arange(4)  # a token each: both are the same
-    assert torch.equal(loss(values), loss(values[None]))
+
+@pytest.mark.parametrize(("loss", "changes", "theirs"), LIGERS, ids=str)
+def test_values_and_gradients_are_ligers(loss, changes, theirs):
+    """Liger's formula over log-probs of torch, in float64."""
+    ppo = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
+    problem, mask = Problem(rows=12, dtype=torch.float64, offsets=None), torch.rand(3, 4) < 0.7
+    leaves = [x.requires_grad_() for x in problem.head]
+    log_probs, _ = problem.scores(leaves)
+    old, ref = problem.old.view(3, 4), problem.ref.view(3, 4)
+    value, _ = ppo.LigerFusedLinearGRPOFunction.ppo_loss_fn(
+        *(log_probs.view(3, 4), mask.double(), problem.advantages[:3], mask.double()),
+        **{"loss_type": "grpo" if loss == "gspo" else loss, "beta": 0.04, **theirs},
+        ref_per_token_logps=ref, old_per_token_logps=old,
+    )  # fmt: skip
+    hidden, tokens = leaves[0].view(3, 4, -1), problem.tokens.view(3, 4)
+    options = {"bias": leaves[2], "old_log_probs": old, "ref_log_probs": ref, "kl_coeff": 0.04}
+    options |= {"normalizer": 30} if loss == "dr_grpo" else {}
+    options |= {"loss": RECIPES[loss]._replace(**changes)}
+    found = linear_policy_loss(
+        hidden, leaves[1], tokens, problem.advantages[:3], mask, **options
+    ).loss
+    torch.testing.assert_close(found, value, rtol=1e-6, atol=1e-7)
+    for got, want in zip(*(torch.autograd.grad(x, leaves) for x in (found, value)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6 * want.abs().max().item())

@@ -10,7 +10,6 @@ import torch
 from fusedrl import (
     _host,
     linear_exact_kl,
-    linear_policy_loss,
     linear_token_log_probs,
 )
 
@@ -225,14 +224,7 @@ def divergence(hidden, weight):
     return (values * torch.linspace(-2, 1, len(hidden))).sum()
 
 
-def policy_loss(hidden, weight):
-    tokens = (torch.arange(len(hidden)) * 131 % len(weight))[None]
-    mask = torch.ones(tokens.shape, dtype=torch.bool)
-    advantages = torch.linspace(-2, 1, len(hidden))[None]
-    return linear_policy_loss(hidden[None], weight, tokens, advantages, mask).loss
-
-
-LOSSES = pytest.mark.parametrize("loss", [log_probs, divergence, policy_loss])
+LOSSES = pytest.mark.parametrize("loss", [log_probs, divergence])
 
 
 def gradients(loss, dtype=torch.bfloat16, head=None):

@@ -26,7 +26,7 @@ GOOD = {
     "linear_token_log_probs": HEAD | {"tokens": TOKENS},
     "exact_kl": {"logits": ROWS, "ref_logits": ROWS},
     "linear_exact_kl": HEAD | {"ref_hidden": torch.zeros(T, H), "ref_weight": WEIGHT},
-    "linear_policy_loss": HEAD | {"tokens": TOKENS, "mask": None, "advantages": VALUES},
+    "linear_policy_loss": HEAD | {"tokens": TOKENS, "mask": None, "token_advantages": VALUES},
     "token_kl": {"log_probs": VALUES, "ref_log_probs": VALUES},
 }
 OPS = list(GOOD)
@@ -48,7 +48,8 @@ WITH_TOKENS = [name for name in GOOD if "tokens" in GOOD[name]]
 WITH_TEACHER = ["top_k_kl", "linear_top_k_kl"]
 WITH_DIRECTION = ["exact_kl", "linear_exact_kl", *WITH_TEACHER]
 LOSS, WEIGHTS, SUPPORT = ["linear_policy_loss"], ["importance_weights"], ["support_log_probs"]
-OF_A_ROLLOUT = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "token_weights")
+OF_TOKENS = ("token_advantages", "old_log_probs", "token_weights")
+RECIPE = fusedrl.ops.RECIPES["grpo"]
 NO_FACTORS = (0, -1.0, float("nan"), 1e31, 1e-31, "30", 1j)
 NO_BETAS = (-0.1, 1e-31, float("nan"), "0.5")
 JS = {"direction": "jensen_shannon"}
@@ -62,8 +63,8 @@ def nested(*lengths, width=()):
 
 # No flag, and no number.
 FLAGS = ("shift", "entropy", "batch_invariant")
-NUMBERS = ("temperature", "scale", "softcap", "ref_scale", "coeff", "low", "high", "clip")
-NUMBERS += ("dual_clip", "normalizer", "kl_coeff", "entropy_coeff")
+NUMBERS = ("temperature", "scale", "softcap", "ref_scale", "coeff", "low", "high")
+NUMBERS += ("kl_coeff", "entropy_coeff")
 
 
 def options_of_another_type():
@@ -100,7 +101,6 @@ WRONG_TYPES = [
     (WEIGHTS, {"rollout_log_probs": VALUES.long()}, "rollout_log_probs"),
     (SUPPORT, {"support": None}, "support"),
     (SUPPORT, {"support": (VALUES, torch.arange(T + 1))}, "support"),
-    (LOSS, {"importance": "token"}, "importance"),
     (LOSS, {"vocab_offset": 0, "vocab_group": "tensor"}, "vocab_group"),
     (OF_VALUES, {"log_probs": nested(1, 3)}, "ref_log_probs|rollout_log_probs"),
     (OF_VALUES, {"log_probs": VALUES.long()}, "log_probs"),
@@ -164,23 +164,19 @@ WRONG_VALUES = [
     (["linear_token_log_probs"], {"vocab_group": object()}, "vocab_offset, vocab_group"),
     (["linear_token_log_probs", *LOSS], {"vocab_offset": 0}, "vocab_offset, vocab_group"),
     (LOSS, {"loss": "ppo"}, "loss"),
-    (LOSS, {"ratio": "batch"}, "ratio"),
-    (LOSS, {"loss": "cispo", "ratio": "sequence"}, "ratio"),
-    (LOSS, {"aggregation": "mean"}, "aggregation"),
-    (LOSS, {"kl_estimator": "k4"}, "kl_estimator"),
-    (LOSS, {"clip": (0.1, 0.2, 0.3)}, "clip"),
-    (LOSS, {"dual_clip": 1.1}, "dual_clip"),
-    (LOSS, {"dual_clip": 3.0, "loss": "cispo"}, "dual_clip"),
+    *(
+        (LOSS, {"loss": RECIPE._replace(**{name: "mean"})}, rf"loss\.{name}")
+        for name in ("term", "ratio", "aggregation")
+    ),
     (LOSS, {"kl_coeff": 0.1}, "ref_log_probs"),
-    (LOSS, {"entropy_coeff": -1e300}, "entropy_coeff"),
+    (LOSS, {"ref_log_probs": VALUES}, "ref_log_probs"),
+    (LOSS, {"ref_log_probs": SHORT, "kl_coeff": 0.1}, "ref_log_probs"),
     (LOSS, {"loss": "dr_grpo"}, "normalizer"),
-    (LOSS, {"normalizer": 0.0}, "normalizer"),
-    (LOSS, {"importance": {"level": "token"}}, "rollout_log_probs"),
-    (LOSS, {"advantages": VALUES, "offsets": torch.tensor([0, 2, 2, 3, 4])}, "advantages"),
+    (LOSS, {"advantages": VALUES[:1]}, "advantages"),
+    (LOSS, {"token_advantages": None}, "advantages"),
+    (LOSS, {"token_advantages": None, "advantages": VALUES}, "advantages"),
+    *((LOSS, {name: SHORT}, name) for name in OF_TOKENS),
     (["token_kl"], {"reward": VALUES, "offsets": torch.tensor([0, 2, 2, 3, 4])}, "reward"),
-    (LOSS, {"advantages": SHORT}, "advantages"),
-    (LOSS, {"advantages": VALUES.clone().requires_grad_()}, "advantages"),
-    *((LOSS, {name: SHORT}, name) for name in OF_A_ROLLOUT),
     (["token_kl"], {"estimator": "k4"}, "estimator"),
     (["token_kl"], {"ref_log_probs": SHORT}, "ref_log_probs"),
     (["token_kl"], {"coeff": 1e31}, "coeff"),
@@ -252,7 +248,6 @@ def test_a_class_that_does_not_exist_is_named_by_its_place(impl, shape, place, t
     calls = [
         lambda: fusedrl.token_log_probs(logits, tokens, impl=impl),
         lambda: fusedrl.linear_token_log_probs(hidden, WEIGHT, tokens, impl=impl),
-        lambda: fusedrl.linear_policy_loss(hidden, WEIGHT, tokens, torch.zeros(shape), impl=impl),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match=f"got {token} at {place}; "):

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fusedrl.cli.console import Console
 from fusedrl.native import NativeLibraryError
-from fusedrl.ops import OPS
-from fusedrl.ops.cases import Case, cases_of
+from fusedrl.ops.cases import OPS, Case, cases_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 16 * torch.finfo(torch.float32).eps

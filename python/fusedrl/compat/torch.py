@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _autograd, _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.modules import module as every_module
@@ -43,11 +43,6 @@ def in_dispatch_mode() -> bool:
 def in_trace_of_jit() -> bool:
     """Whether torch.jit.trace records the ops; its own question takes 2 µs."""
     return torch._C._is_tracing()
-
-
-def graph_is_kept() -> bool:
-    """Whether another backward pass may read what was saved for the running one."""
-    return _autograd._get_current_graph_task_keep_graph()
 
 
 def keep_out_of_cuda_graphs(op: Any) -> None:

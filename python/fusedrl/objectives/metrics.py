@@ -31,7 +31,7 @@ def loss_metrics(result: Any, prefix: str = "loss/") -> dict[str, float]:
         >>> import torch
         >>> from fusedrl import linear_policy_loss, loss_metrics
         >>> hidden, weight, tokens = torch.ones(2, 4), torch.zeros(10, 4), torch.tensor([1, 7])
-        >>> metrics = loss_metrics(linear_policy_loss(hidden, weight, tokens, torch.ones(2)))
+        >>> metrics = loss_metrics(linear_policy_loss(hidden, weight, tokens, torch.ones(1)))
         >>> metrics["loss/objective"], metrics["loss/ratio/mean"]
         (-1.0, 1.0)
     """

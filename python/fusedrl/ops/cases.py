@@ -1,19 +1,20 @@
-"""Calls of every op on small inputs: what ``fusedrl check`` compares and what all tests share.
-
-The package of each op has a module ``cases`` with a function ``cases(problem)`` and, as
-``SIZES``, arguments of :class:`Problem` for which its kernel runs in different ways.
-"""
+"""Calls of every op on small inputs: what ``fusedrl check`` compares and what all tests share."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedrl.ops import OPS
+from fusedrl.ops import RECIPES
+from fusedrl.ops.exact_kl import DIRECTIONS, exact_kl
+from fusedrl.ops.linear_exact_kl import linear_exact_kl
+from fusedrl.ops.linear_policy_loss import linear_policy_loss
+from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
+from fusedrl.ops.token_kl import ESTIMATORS, token_kl
+from fusedrl.ops.token_log_probs import token_log_probs
 
 
 def tensors(result: Any) -> list[Tensor]:
@@ -111,11 +112,89 @@ class Problem:
         return torch.tensor([0, 1, 1, total // 2, total])
 
 
+def _token_log_probs(problem: Problem) -> Iterator[Case]:
+    tokens, mask = problem.tokens(), problem.mask()
+    rows = {"logits": problem.logits(4)}
+    options = {"shift": True, "entropy": True}
+    packed = {"tokens": tokens.flatten(), "mask": mask.flatten(), "offsets": problem.offsets()}
+    one_by_one = {"logits": rows["logits"].flatten(0, 1)}
+    yield Case(token_log_probs, "plain", rows, {"tokens": tokens})
+    others = {"tokens": tokens, "mask": mask, "temperature": torch.tensor(0.7)}
+    yield Case(token_log_probs, "mask shift entropy", rows, others | options)
+    yield Case(token_log_probs, "packed mask shift entropy", one_by_one, packed | options)
+
+
+def _linear_token_log_probs(problem: Problem) -> Iterator[Case]:
+    options = {"softcap": 5.0, "shift": True, "entropy": True}
+    others = {"tokens": problem.tokens(), "mask": problem.mask()} | options
+    yield Case(linear_token_log_probs, "mask shift softcap entropy", problem.head(), others)
+
+
+def _linear_policy_loss(problem: Problem) -> Iterator[Case]:
+    head: dict[str, Any] = problem.head()
+    options: dict[str, Any] = {"tokens": problem.tokens(), "shift": True}
+    log_probs = linear_token_log_probs(**head, **options, impl="reference").log_probs
+    # Near those of the policy, so that some ratios are clipped and others are not.
+    old_log_probs = log_probs + 0.3 * problem.column()
+    others = options | {
+        "mask": problem.mask(),
+        "token_advantages": problem.column(),
+        "old_log_probs": old_log_probs,
+        "ref_log_probs": old_log_probs + problem.column(),
+    }
+    others |= {"kl_coeff": 0.1, "entropy_coeff": 0.1, "normalizer": 27.0}
+    for loss in RECIPES:
+        case = Case(linear_policy_loss, f"{loss} mask shift", head, others | {"loss": loss})
+        yield case._replace(results=lambda result: [result.loss])
+
+
+def _token_kl(problem: Problem) -> Iterator[Case]:
+    log_probs = -problem.column().abs()
+    # Differences from 1e-5 to 1, where k3 cancels and where it does not.
+    size = 10 ** -problem.column().abs().clamp(max=5)
+    columns = {"log_probs": log_probs, "ref_log_probs": log_probs + size * problem.column().sign()}
+    mask, reward = problem.mask(), problem.column()
+    for estimator in ESTIMATORS:
+        options = {"estimator": estimator}
+        yield Case(token_kl, estimator, columns, options)
+        others = options | {"mask": mask, "coeff": torch.tensor(0.1)}
+        yield Case(token_kl, f"{estimator} mask reward", columns | {"reward": reward}, others)
+
+
+def _exact_kl(problem: Problem) -> Iterator[Case]:
+    rows = {"logits": problem.logits(), "ref_logits": problem.logits()}
+    others = {"mask": problem.mask(), "temperature": 0.7, "shift": True, "entropy": True}
+    for direction in DIRECTIONS:
+        options = others | {"direction": direction}
+        yield Case(exact_kl, f"{direction} mask shift entropy", rows, options)
+
+
+def _linear_exact_kl(problem: Problem) -> Iterator[Case]:
+    heads = problem.head() | problem.head("ref_", problem.width + 32)
+    others = {"mask": problem.mask(), "softcap": 5.0, "shift": True, "entropy": True}
+    for direction in DIRECTIONS:
+        options = others | {"direction": direction}
+        if direction == "jensen_shannon":
+            options["beta"] = 0.2
+        yield Case(linear_exact_kl, f"{direction} mask shift softcap entropy", heads, options)
+
+
+# Of each op its calls, and the problems for which its kernel runs in different ways.
+OPS: dict[str, tuple[Callable[[Problem], Iterator[Case]], list[dict[str, int]]]] = {
+    "token_log_probs": (_token_log_probs, [{"classes": n} for n in (2, 1001, 32768)]),
+    "linear_token_log_probs": (_linear_token_log_probs, [{"classes": 2}, {"classes": 2500}]),
+    "linear_policy_loss": (_linear_policy_loss, [{"classes": 2}, {"classes": 2500}]),
+    "token_kl": (_token_kl, [{"length": 1000}]),
+    "exact_kl": (_exact_kl, [{"classes": 2}, {"classes": 1001}]),
+    "linear_exact_kl": (_linear_exact_kl, [{"classes": 2}, {"classes": 2500}]),
+}
+
+
 def cases_of(op: str, **size: int) -> Iterator[Case]:
-    """The cases of an op: of a problem of one size, or of each of the op's ``SIZES``."""
-    module = importlib.import_module(f"fusedrl.ops.{op}.cases")
-    for each in (size,) if size else module.SIZES:
-        for case in module.cases(Problem(**each)):
+    """The cases of an op: of a problem of one size, or of each of the op's own."""
+    calls, sizes = OPS[op]
+    for each in [size] if size else sizes:
+        for case in calls(Problem(**each)):
             classes = f"V={each['classes']} " if "classes" in each else ""
             yield case._replace(name=f"{classes}{case.name}")
 

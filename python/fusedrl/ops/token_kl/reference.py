@@ -21,18 +21,6 @@ def estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor
     return d.abs()
 
 
-def estimate_slope(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
-    """The derivative of :func:`estimate` by ``log_probs``."""
-    d = ref_log_probs - log_probs
-    if estimator == "k1":
-        return torch.ones_like(d)
-    if estimator == "k2":
-        return -d
-    if estimator == "k3":
-        return -torch.expm1(d)
-    return -torch.sign(d)
-
-
 def token_kl(
     log_probs: Tensor,
     ref_log_probs: Tensor,
