@@ -5,24 +5,26 @@ from __future__ import annotations
 import pytest
 from one_thread import one_thread
 
-from fusedrl.objectives import grpo
+from fusedrl.objectives import GRPOLoss
+from fusedrl.objectives.fused import CannotFuse
 
 __all__ = ["one_thread"]
 
 
 @pytest.fixture
 def ways(monkeypatch):
-    """How each call of a loss of ours was computed: "terms", "log-probs" or "torchrl"."""
+    """How each call of a GRPO loss was computed: "ours" or "torchrl"."""
     taken = []
 
-    def scores_of(*args):
-        scores = original(*args)
-        if scores is None:
+    def from_states(*args):
+        try:
+            result = original(*args)
+        except CannotFuse:
             taken.append("torchrl")
-        else:
-            taken.append("log-probs" if scores.terms is None else "terms")
-        return scores
+            raise
+        taken.append("ours")
+        return result
 
-    original = grpo.scores_of
-    monkeypatch.setattr(grpo, "scores_of", scores_of)
+    original = GRPOLoss._from_states
+    monkeypatch.setattr(GRPOLoss, "_from_states", from_states)
     return taken
