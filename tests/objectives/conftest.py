@@ -5,26 +5,24 @@ from __future__ import annotations
 import pytest
 from one_thread import one_thread
 
-from fusedrl.objectives import GRPOLoss
-from fusedrl.objectives.fused import CannotFuse
+from fusedrl.objectives.fused import FusedLoss
 
 __all__ = ["one_thread"]
 
 
 @pytest.fixture
 def ways(monkeypatch):
-    """How each call of a GRPO loss was computed: "ours" or "torchrl"."""
+    """Who computed the log-probs of each loss: "ours" or "torchrl"."""
     taken = []
 
-    def from_states(*args):
-        try:
-            result = original(*args)
-        except CannotFuse:
-            taken.append("torchrl")
-            raise
-        taken.append("ours")
-        return result
+    def fused(self, ours, theirs, td):
+        def noticed(td):
+            taken[-1] = "torchrl"
+            return theirs(td)
 
-    original = GRPOLoss._from_states
-    monkeypatch.setattr(GRPOLoss, "_from_states", from_states)
+        taken.append("ours")
+        return original(self, ours, noticed, td)
+
+    original = FusedLoss._fused
+    monkeypatch.setattr(FusedLoss, "_fused", fused)
     return taken

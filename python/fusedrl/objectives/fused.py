@@ -38,7 +38,7 @@ def fits(actor: Any, td: TensorDictBase) -> str | None:
     return None
 
 
-def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
+def with_child(module: Any, name: str, child: nn.Module) -> Any:
     """A shallow copy of a module with another child."""
     twin = copy(module)
     replace_children(twin, {**children_of(module), name: child})
@@ -92,6 +92,8 @@ class FusedLoss:
         """What ``ours`` makes of data, or ``theirs``, on all ranks, if that of one cannot."""
         with self._together() as step:
             try:
+                if (why := fits(self.actor_network, td)) is not None:
+                    raise CannotFuse(why)
                 return ours(td)
             except CannotFuse as error:
                 why = str(error)

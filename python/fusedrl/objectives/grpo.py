@@ -37,15 +37,9 @@ class TokenDistribution(Distribution):
         """Entropies ``[B, T]``, 0 for tokens that do not count."""
         return self._entropies
 
-    # torchrl estimates entropies from samples if one is not finite, which gives what it was.
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Nothing that says more than the shape."""
-        return self.mask.new_zeros(*sample_shape, *self.mask.shape)
-
-    def log_prob(self, value: Tensor) -> Any:
-        """What has the entropies as its mean."""
-        return -self.entropy().expand(value.shape)
+    def sample_and_log_prob(self, sample_shape: Any = ()) -> tuple[None, Any]:
+        """What torchrl estimates entropies from if one is not finite: it gets what they are."""
+        return None, -self.entropy().expand(*sample_shape, *self.mask.shape)
 
 
 class GRPOLoss(FusedLoss, _GRPOLoss):
@@ -162,20 +156,22 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
                 "average_tokens_across_devices: expected a loss with a mean over tokens, got "
                 "aggregation or reduction 'none'; set it to False"
             )
-        counts = len(mask) if self.aggregation == "prompt_mean" else int(mask.sum())
-        with self._together() as step:
-            ranks, total = step.total(1, counts)
-        return mean * (counts * ranks / max(total, 1))
+        return mean * self._part(
+            len(mask) if self.aggregation == "prompt_mean" else int(mask.sum())
+        )
 
     def _kl_to_ref(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         loss, kl = super()._kl_to_ref(tensordict, *args, **kwargs)
-        if not self.average_tokens_across_devices:
-            return loss, kl
-        rows, width = kwargs["mask"].shape  # the mean is over all places, padding too
+        if self.average_tokens_across_devices:
+            loss = loss * self._part(*kwargs["mask"].shape)  # its mean has places of padding too
+        return loss, kl
+
+    def _part(self, count: int, width: int = 1) -> float:
+        """What a mean over ``count`` rows of a width counts where torch averages over the ranks."""
         with self._together() as step:
-            ranks, total = step.total(1, rows)
+            ranks, total = step.total(1, count)
             total *= step.largest(width)  # one process would pad all rows to the longest
-        return loss * (rows * width * ranks / max(total, 1)), kl
+        return count * width * ranks / max(total, 1)
 
 
 class CISPOLoss(GRPOLoss, _CISPOLoss):

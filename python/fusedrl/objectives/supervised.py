@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,17 +22,6 @@ from fusedrl.transforms.columns import column_rows
 from fusedrl.transforms.reading import TokenBatch, marks, masks_over, read, reading_of
 
 _ASSISTANT, _ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
-
-
-class _Actor(nn.Module):
-    """Takes the place of an actor, on whose device torchrl's losses compute."""
-
-    def __init__(self, actor: Any, function: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        super().__init__()
-        self.actor, self._function = actor, function
-
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        return self._function(td)
 
 
 class _OfHistory(FusedLoss):
@@ -55,17 +45,15 @@ class _OfHistory(FusedLoss):
             column = torch.nested.as_nested_tensor(rows, layout=torch.strided)
             return td.empty().to_lazystack(0).set(self.tensor_keys.log_probs, column)
 
-        def called(given: TensorDictBase) -> TensorDictBase:
-            return self._fused(log_probs, actor, given)
-
+        stand_in: Any = nn.Module()
+        stand_in.actor = actor  # on whose device torchrl's formulas compute
+        stand_in.forward = partial(self._fused, log_probs, actor)
         with self._together():
-            return formulas(with_child(self, "actor_network", _Actor(actor, called)), td)
+            return formulas(with_child(self, "actor_network", stand_in), td)
 
     def _read(self, td: TensorDictBase, assistant_only: bool) -> TokenBatch:
         """The tokens that the actor reads, and which of them the loss counts."""
         actor = self.actor_network
-        if (why := fits(actor, td)) is not None:
-            raise CannotFuse(why)
         if actor.input_mode != "history":
             raise CannotFuse(f"its actor reads {actor.input_mode}, not a history")
         batch = read(reading_of(actor, False, None, None), td.select(self.tensor_keys.history))
@@ -230,13 +218,16 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
 
     def _divergence(self, td: TensorDictBase) -> DistillationLossOutput:
         try:
+            for actor in filter(None, (self.actor_network, self.teacher_network)):
+                if (why := fits(actor, td)) is not None:
+                    raise CannotFuse(why)
             batch = self._read(td, self.assistant_only)
-            teacher = self._teacher_of(td, batch)
         except CannotFuse as why:
             raise ValueError(
                 f"actor_network: expected one whose hidden states can be had, but {why}; use "
                 "loss_function='k3' with it"
             ) from None
+        teacher = self._teacher_of(td, batch)
         mask = torch.ones(len(batch.tokens), dtype=torch.bool) if batch.mask is None else batch.mask
         counts = torch.stack([row.sum() for row in batch.rows(mask)])
         if not bool(counts.all()):
@@ -264,8 +255,6 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
         """The model that teaches, or the classes that the data has of it."""
         teacher = self.teacher_network
         if teacher is not None:
-            if (why := fits(teacher, td)) is not None:
-                raise CannotFuse(why)
             theirs = read(reading_of(teacher, False, None, None), td).tokens
             if not torch.equal(theirs, batch.tokens):
                 raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl.compat.torchrl import DISTRIBUTIONS
-from fusedrl.objectives.fused import CannotFuse, fits, with_child
+from fusedrl.objectives.fused import CannotFuse, with_child
 
 
 class LossBatch(NamedTuple):
@@ -49,12 +49,10 @@ def read(
     Raises:
         CannotFuse: the tokens of the loss are not those that the model gets.
     """
-    if (why := fits(wrapper, td)) is not None:
-        raise CannotFuse(why)
     if strategy not in DISTRIBUTIONS:
         raise CannotFuse(f"masking_strategy={strategy!r} is not known")
     listener = _Listener(wrapper.model)
-    reader: Any = with_child(wrapper, "model", listener)
+    reader = with_child(wrapper, "model", listener)
     reader.out_keys = list(wrapper.out_keys)  # it changes them while it reads
     reader.pad_model_input = True
     td = td.copy()  # the wrapper may write tokens into it
