@@ -228,17 +228,17 @@ _REF, _TAUGHT = ("next", "ref_log_probs", "full"), ("next", "teacher_log_probs",
 SPOILS: dict[str, list[tuple[Any, str]]] = {
     "log-probs": [(lambda data: data.float(), "ValueError: tokens: expected [9] integers")],
     "GRPO": [
-        (misshapen, "ValueError: advantage: expected shape"),
-        (without("advantage"), "ValueError: advantage: expected it in the data of every rank"),
-        (without(("log_probs", "full")), "ValueError: ('log_probs', 'full'): expected log-probs"),
-        (without(_REF), "KeyError: \"('next', 'ref_log_probs', 'full'): expected log-probs"),
+        (misshapen, "ValueError: advantage and log_weight must have the same number"),
+        (without("advantage"), "ValueError: Advantage key advantage not in tensordict"),
+        (without(("log_probs", "full")), "KeyError: \"Couldn't find the log-prob"),
+        (without(_REF), "KeyError: \"Couldn't find the ref log-prob"),
         (longer(*_REF), "ValueError: "),
         (too_large, "ValueError: tokens: expected ids"),
     ],
     "SFT": [
         (without(_REF), "ValueError: Reference log probs not found"),
         (longer(*_REF), "ValueError: Current log probabilities and reference log"),
-        (refused, "TypeError: tensordict: expected a History"),
+        (refused, "AttributeError: 'Tensor' object has no attribute 'apply_chat_template'"),
     ],
     "k3": [
         (without(_TAUGHT), "KeyError: "),

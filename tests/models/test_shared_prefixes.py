@@ -13,10 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.models import causal_log_probs, log_probs, prefix_tree
-from fusedrl.models.policy_terms import causal_policy_terms
 from fusedrl.models.prefix_tree import cut, in_order, laid_out, shared_with_former
 from fusedrl.models.tree_mask import Tree
-from fusedrl.ops.linear_policy_loss.losses import PolicyBatch, Surrogate, TermWeights
 
 from .test_log_probs import close
 from .tiny import PACKING, VOCAB, counted, definition, model_of
@@ -288,32 +286,6 @@ def test_bfloat16_errs_no_more():
         ]
     errors = [float((x - truth).norm()) for x in found]
     assert errors[0] <= 1.5 * errors[1]
-
-
-def test_the_terms_of_a_loss():
-    tokens, lengths = forest()
-    mask = torch.rand(len(tokens)) < 0.5
-    mask[torch.tensor(lengths).cumsum(0)[:-3] - torch.tensor(lengths)[:-3]] = False
-    advantages, old, reference, *weights = torch.randn(7, len(tokens))
-    batch = PolicyBatch(advantages, old - 4, reference - 4)
-    of_terms = TermWeights(*(torch.where(mask, x.abs() / 100, 0) for x in weights))
-    found, model = [], model_of("qwen2")
-    counts = counted(model)
-    for share in (True, False):
-        counts.clear()
-        terms = causal_policy_terms(
-            *(model, tokens, lengths, mask, batch, of_terms),
-            Surrogate("clip", 0.8, 1.2, float("inf"), "k3"),
-            entropy=True,
-            share_prefixes=share,
-        )
-        grads = torch.autograd.grad(terms.values.sum(), list(model.parameters()))
-        found.append((sum(counts), terms.values, grads))
-    (few, ours, mine), (many, theirs, reference) = found
-    assert few < 0.7 * many
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    for one, other in zip(mine, reference, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()) + 1e-9)
 
 
 def test_a_shared_token_is_multiplied_with_the_head_once(monkeypatch):

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 from one_thread import one_thread
 
-from fusedrl.objectives import grpo
+from fusedrl.objectives.fused import FusedLoss
 
 __all__ = ["one_thread"]
 
 
 @pytest.fixture
 def ways(monkeypatch):
-    """How each call of a loss of ours was computed: "terms", "log-probs" or "torchrl"."""
+    """Who computed the log-probs of each loss: "ours" or "torchrl"."""
     taken = []
 
-    def scores_of(*args):
-        scores = original(*args)
-        if scores is None:
-            taken.append("torchrl")
-        else:
-            taken.append("log-probs" if scores.terms is None else "terms")
-        return scores
+    def fused(self, ours, theirs, td):
+        def noticed(td):
+            taken[-1] = "torchrl"
+            return theirs(td)
 
-    original = grpo.scores_of
-    monkeypatch.setattr(grpo, "scores_of", scores_of)
+        taken.append("ours")
+        return original(self, ours, noticed, td)
+
+    original = FusedLoss._fused
+    monkeypatch.setattr(FusedLoss, "_fused", fused)
     return taken

@@ -40,13 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-LOG_PROBS_FIRST = ("no aggregation", "no reduction", "tokens that drifted")
-
-
 @pytest.fixture(autouse=True)
 def none_as_torchrl(ways):
     yield
-    assert ways and "torchrl" not in ways
+    assert set(ways) == {"ours"}
 
 
 def compare(
@@ -63,11 +60,8 @@ def compare(
 
 @pytest.mark.parametrize("title", OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_options(name, title, ways):
+def test_options(name, title):
     compare(name, STACK, batch_of(STACK), masking_strategy="rlhf", **OPTIONS[title])
-    # The columns of this batch are ragged: on the right, its KLs are of other tokens.
-    first = title in LOG_PROBS_FIRST or title == "KLs padded on the right"
-    assert ways == ["log-probs" if first else "terms"]
 
 
 @pytest.mark.parametrize("strategy", ["sft", "rlhf"])
@@ -128,11 +122,9 @@ TERMS = [name for name in OUTPUTS if name.startswith("loss_")]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("options", [{}, {"kl_mask_threshold": 0.03}], ids=["made", "recomputed"])
-def test_a_factor_for_each_term(name, options):
+def test_a_factor_for_each_term(name):
     factors = dict(zip(TERMS, (0.7, -3.0, 11.0, 0.0), strict=True))
-    options = {"masking_strategy": "rlhf", **BOTH_KLS, **options}
-    compare(name, STACK, batch_of(STACK), factors=factors, **options)
+    compare(name, STACK, batch_of(STACK), factors=factors, masking_strategy="rlhf", **BOTH_KLS)
 
 
 def test_twice_through_one_graph():

@@ -79,23 +79,9 @@ def computing_device(transform: Any) -> Any:
     return getattr(transform, "_io_device", None)
 
 
-# The term of the advantages, of which fused gradients exist for torchrl's own alone.
-POLICY_OBJECTIVE = "_compute_policy_objective"
-# What else of torchrl's class the weights of tokens follow.
-WEIGHT_FORMULAS = (
-    *("_aggregate_loss_value", "_reduce_loss", "_expand_loss_mask", "_loss_mask_keys"),
-    "_clip_bounds",
-)
 # Methods that make or get the distribution of all logits: a subclass that has one of its own may
 # read more than is computed from hidden states.
 READERS_OF_LOGITS = ("_get_cur_log_prob", "_log_weight", "_get_entropy", "_kl_to_ref")
-
-
-def mean_of(loss: Any, values: Any, mask: Any, tensordict: Any) -> Any:
-    """The mean over tokens as a loss takes it."""
-    return loss._aggregate_loss_value(values, mask, tensordict=tensordict)
-
-
 # The method of a wrapper that gives the distribution of a masking strategy.
 DISTRIBUTIONS = {name: f"_get_{name}_dist" for name in ("sft", "rlhf", "generic")}
 

@@ -1,48 +1,58 @@
-"""GRPO and its variants, computed from kept tokens without the logits of all tokens."""
+"""GRPO and its variants: torchrl's formulas above log-probs from hidden states."""
 
 from __future__ import annotations
 
 import inspect
-from contextvars import ContextVar
+import math
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
+from torch.distributions import Distribution
 from torchrl.objectives.llm import DAPO as _DAPO
 from torchrl.objectives.llm import CISPOLoss as _CISPOLoss
 from torchrl.objectives.llm import GRPOLoss as _GRPOLoss
 
-from fusedrl.models.ranks import Step, together
-from fusedrl.objectives.over_ranks import check_data, misshapen_advantage, shares_of, weighed
-from fusedrl.objectives.scores import Scores, scores_of
+from fusedrl.compat.torchrl import READERS_OF_LOGITS
+from fusedrl.models.split import classes_of
+from fusedrl.objectives.fused import CannotFuse, FusedLoss, not_compiled
+from fusedrl.objectives.tokens import read
 
-_not_compiled: Any = torch.compiler.disable  # its types hide methods
-
-_THEIRS = frozenset(
+_KNOWN = {"max_tokens_per_forward", "share_prefixes"} | {
     name
     for name, parameter in inspect.signature(_GRPOLoss.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
-)
-
-# The loss whose forward pass runs in this context, and the scores that it uses.
-_running: ContextVar[tuple[_GRPOLoss, Scores] | None] = ContextVar("_running", default=None)
+}
 
 
-class GRPOLoss(_GRPOLoss):
+class TokenDistribution(Distribution):
+    """What torchrl's losses ask of a distribution: which tokens count, and their entropies."""
+
+    def __init__(self, mask: Tensor, entropies: Tensor | None) -> None:
+        super().__init__(mask.shape, validate_args=False)
+        self.mask, self._entropies = mask, entropies
+
+    def entropy(self) -> Any:
+        """Entropies ``[B, T]``, 0 for tokens that do not count."""
+        return self._entropies
+
+    def sample_and_log_prob(self, sample_shape: Any = ()) -> tuple[None, Any]:
+        """What torchrl estimates entropies from if one is not finite: it gets what they are."""
+        return None, -self.entropy().expand(*sample_shape, *self.mask.shape)
+
+
+class GRPOLoss(FusedLoss, _GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: keys, outputs and metrics are torchrl's,
-    and torchrl's own formulas compute the values. The log-probs and entropies that they
-    need are computed from hidden states, in float32, for the tokens that the masking strategy
-    counts. The gradients are computed in the same pass, as in :func:`fusedrl.linear_policy_loss`.
-    With ``kl_mask_threshold``, without aggregation, and in subclasses with an objective of their
-    own, log-probs come from :func:`fusedrl.models.causal_log_probs`, which needs one more product
-    with the head.
+    and torchrl's own formulas compute the values. The log-probs and entropies that they need come
+    from :func:`fusedrl.models.causal_log_probs`: from hidden states, in float32, for the tokens
+    that the masking strategy counts.
 
-    The following cannot be computed from hidden states. It runs as in torchrl's class, and is
-    logged once: an actor that is not a ``TransformersWrapper``, a subclass that reads the
-    distribution of all logits, and tokens that the actor does not read. There is no second
-    derivative.
+    The following runs as in torchrl's class, and is logged once: an actor that is not a
+    ``TransformersWrapper``, a subclass that reads the distribution of all logits, and tokens that
+    the actor does not read.
 
     As in torchrl, add up ``loss_objective``, ``loss_entropy`` and the other fields that begin with
     ``loss_``, and call ``backward()`` on the sum.
@@ -61,6 +71,7 @@ class GRPOLoss(_GRPOLoss):
 
     Raises:
         TypeError: an unknown argument, which torchrl's class ignores.
+        ValueError: ``average_tokens_across_devices`` for a loss that takes no mean.
 
     Example:
         >>> import torch
@@ -87,72 +98,80 @@ class GRPOLoss(_GRPOLoss):
         True
     """
 
-    # Of a loss that was pickled as torchrl's class.
-    max_tokens_per_forward: int | None = None
-    share_prefixes: bool = True
     average_tokens_across_devices: bool = False
 
     def __init__(
         self,
         actor_network: Any = None,
         *,
-        max_tokens_per_forward: int | None = None,
-        share_prefixes: bool = True,
         average_tokens_across_devices: bool = False,
-        **theirs: Any,
+        **others: Any,
     ) -> None:
-        if unknown := sorted(theirs.keys() - _THEIRS):
+        if unknown := sorted(others.keys() - _KNOWN):
             raise TypeError(
                 f"{unknown[0]}: expected a known argument, got an unknown one; leave it out"
             )
-        super().__init__(actor_network, **theirs)
-        self.max_tokens_per_forward = max_tokens_per_forward
-        self.share_prefixes = share_prefixes
+        super().__init__(actor_network, **others)
         self.average_tokens_across_devices = average_tokens_across_devices
 
-    @_not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
+    @not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, in the form of torchrl's class."""
-        actor = getattr(self, "actor_network", None)
-        with together(type(self).__name__, getattr(actor, "model", None)) as step:
-            return self._forward(tensordict, step)
-
-    def _forward(self, tensordict: TensorDictBase, step: Step) -> Any:
-        if not step.alone:
-            check_data(self, tensordict)
-        scores = scores_of(self, GRPOLoss, tensordict, step)
-        shares = None
-        if self.average_tokens_across_devices and not step.alone:
-            if scores is None:
-                raise ValueError(
-                    "average_tokens_across_devices: expected a loss that is computed from hidden "
-                    "states, got one that torchrl has to compute; set it to False"
-                )
-            shares = shares_of(self, scores, step)
-        try:
-            if scores is None:
-                with step.collective():
-                    return super().forward(tensordict)
-            token = _running.set((self, scores))
-            try:
-                output = super().forward(tensordict)
-            finally:
-                _running.reset(token)
-        except (ValueError, RuntimeError) as error:
-            if (problem := misshapen_advantage(self, tensordict)) is None:
-                raise
-            # torchrl's own error names neither the key nor a remedy; its type is kept.
-            kind = ValueError if isinstance(error, ValueError) else RuntimeError
-            raise kind(problem) from error
-        output = scores.differentiable(output)
-        return output if shares is None else weighed(output, *shares)
+        with self._together():
+            return super().forward(tensordict)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
-        running = _running.get()
-        if running is None or running[0] is not self:
-            return super()._get_cur_log_prob(tensordict)
-        _, scores = running
-        return scores.log_probs, scores.distribution, False
+        return self._fused(self._from_states, super()._get_cur_log_prob, tensordict)
+
+    def _from_states(self, td: TensorDictBase) -> tuple[Tensor, TokenDistribution, bool]:
+        """What ``_get_cur_log_prob`` returns: log-probs ``[B, T]`` and their distribution."""
+        kind = type(self)
+        own = [n for n in READERS_OF_LOGITS if getattr(kind, n) is not getattr(GRPOLoss, n)]
+        if own:
+            raise CannotFuse(f"it has {', '.join(own)} of its own")
+        batch = read(self.actor_network, self.masking_strategy, self.tensor_keys.action, td)
+        # Nothing predicts a first token: torchrl gives it logits of 0.
+        uniform = batch.counted & (batch.attended.cumsum(1) == 1)
+        log_of_classes = 0.0
+        if bool(uniform.any()):
+            if (classes := classes_of(self.actor_network.model)) is None:
+                raise CannotFuse("it counts first tokens, and its model tells no number of classes")
+            log_of_classes = math.log(classes)
+        tokens, counted = batch.packed(batch.ids), batch.packed(batch.counted)
+        columns = self._scored(tokens, batch.lengths, counted, entropy=self.entropy_bonus)
+        log_probs = torch.where(uniform, -log_of_classes, batch.padded(columns.log_probs))
+        entropies = columns.entropy
+        if entropies is not None:
+            entropies = torch.where(uniform, log_of_classes, batch.padded(entropies))
+        return log_probs, TokenDistribution(batch.counted, entropies), False
+
+    def _aggregate_loss_value(
+        self, value: Tensor, mask: Tensor, tensordict: TensorDictBase | None = None
+    ) -> Tensor:
+        mean = super()._aggregate_loss_value(value, mask, tensordict)
+        if not self.average_tokens_across_devices:
+            return mean
+        if "none" in (self.aggregation, self.reduction):
+            raise ValueError(
+                "average_tokens_across_devices: expected a loss with a mean over tokens, got "
+                "aggregation or reduction 'none'; set it to False"
+            )
+        return mean * self._part(
+            len(mask) if self.aggregation == "prompt_mean" else int(mask.sum())
+        )
+
+    def _kl_to_ref(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
+        loss, kl = super()._kl_to_ref(tensordict, *args, **kwargs)
+        if self.average_tokens_across_devices:
+            loss = loss * self._part(*kwargs["mask"].shape)  # its mean has places of padding too
+        return loss, kl
+
+    def _part(self, count: int, width: int = 1) -> float:
+        """What a mean over ``count`` rows of a width counts where torch averages over the ranks."""
+        with self._together() as step:
+            ranks, total = step.total(1, count)
+            total *= step.largest(width)  # one process would pad all rows to the longest
+        return count * width * ranks / max(total, 1)
 
 
 class CISPOLoss(GRPOLoss, _CISPOLoss):

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning and distillation, computed from kept tokens without all logits."""
+"""Supervised fine-tuning and distillation: log-probs of kept tokens, without all logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,20 +15,67 @@ from torchrl.objectives.llm import DistillationLoss as _DistillationLoss
 from torchrl.objectives.llm import DistillationLossOutput
 from torchrl.objectives.llm import SFTLoss as _SFTLoss
 
-from fusedrl.compat.torch import children_of, replace_children
-from fusedrl.models import causal_log_probs
 from fusedrl.models.divergences import Classes, causal_divergences
-from fusedrl.models.ranks import Apart, together
-from fusedrl.objectives.tokens import CannotFuse, check_readable, log_not_fused
+from fusedrl.models.ranks import together
+from fusedrl.objectives.fused import CannotFuse, FusedLoss, fits, not_compiled, with_child
 from fusedrl.transforms.columns import column_rows
 from fusedrl.transforms.reading import TokenBatch, marks, masks_over, read, reading_of
 
 _ASSISTANT, _ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
 
-_not_compiled: Any = torch.compiler.disable  # its types hide methods
+
+class _OfHistory(FusedLoss):
+    """A loss over the tokens of a history, of which only an actor's log-probs are read."""
+
+    tokenizer: Any
+    tokenizer_kwargs: Any
+    tensor_keys: Any
+
+    def _computed(
+        self, formulas: Callable[..., Any], td: TensorDictBase, assistant_only: bool
+    ) -> Any:
+        """What torchrl's formulas make of a loss whose actor computes no more than they count."""
+        actor = self.actor_network
+
+        def log_probs(_: TensorDictBase) -> TensorDictBase:
+            with torch.device("cpu"):  # torchrl's formulas call an actor in a block of its device
+                batch = self._read(td, assistant_only)
+            values = self._scored(batch.tokens, batch.lengths, batch.mask).log_probs
+            rows = list(batch.padded(values, "left")) if actor.pad_output else batch.rows(values)
+            column = torch.nested.as_nested_tensor(rows, layout=torch.strided)
+            return td.empty().to_lazystack(0).set(self.tensor_keys.log_probs, column)
+
+        stand_in: Any = nn.Module()
+        stand_in.actor = actor  # on whose device torchrl's formulas compute
+        stand_in.forward = partial(self._fused, log_probs, actor)
+        with self._together():
+            return formulas(with_child(self, "actor_network", stand_in), td)
+
+    def _read(self, td: TensorDictBase, assistant_only: bool) -> TokenBatch:
+        """The tokens that the actor reads, and which of them the loss counts."""
+        actor = self.actor_network
+        if actor.input_mode != "history":
+            raise CannotFuse(f"its actor reads {actor.input_mode}, not a history")
+        batch = read(reading_of(actor, False, None, None), td.select(self.tensor_keys.history))
+        if not assistant_only:
+            return batch
+        rows = batch.rows(batch.tokens)
+        masks, attended = (td.get(key, None, as_list=True) for key in (_ASSISTANT, _ATTENTION))  # pyright: ignore[reportCallIssue]
+        if masks is None:
+            history = td.get(self.tensor_keys.history)
+            marked = marks(history, self.tokenizer, {}, self.tokenizer_kwargs)
+            masks = masks_over(rows, marked)
+        else:
+            masks = [mask.bool() for mask in column_rows(masks)]
+            if attended is not None:
+                pairs = zip(masks, column_rows(attended), strict=True)
+                masks = [mask & shown.bool() for mask, shown in pairs]
+        if [mask.shape for mask in masks] != [row.shape for row in rows]:
+            raise CannotFuse("its masks are not over the tokens that the actor reads")
+        return TokenBatch(batch.reading, batch.tokens, batch.lengths, torch.cat(masks).cpu())
 
 
-class SFTLoss(_SFTLoss):
+class SFTLoss(_OfHistory, _SFTLoss):
     """The loss of supervised fine-tuning over the assistant's tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.SFTLoss`: keys and outputs are torchrl's, and
@@ -67,28 +114,13 @@ class SFTLoss(_SFTLoss):
         torch.Size([])
     """
 
-    # Of a loss that was pickled as torchrl's class.
-    max_tokens_per_forward: int | None = None
-    share_prefixes: bool = True
-
-    def __init__(
-        self,
-        *args: Any,
-        max_tokens_per_forward: int | None = None,
-        share_prefixes: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.max_tokens_per_forward = max_tokens_per_forward
-        self.share_prefixes = share_prefixes
-
-    @_not_compiled
+    @not_compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses of a batch, in the form of torchrl's class."""
-        return _computed(self, _SFTLoss.forward, tensordict, True)
+        return self._computed(_SFTLoss.forward, tensordict, True)
 
 
-class DistillationLoss(_DistillationLoss):
+class DistillationLoss(_OfHistory, _DistillationLoss):
     """A divergence between a student and a teacher, over the tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.DistillationLoss`, as :class:`fusedrl.SFTLoss` is
@@ -136,24 +168,17 @@ class DistillationLoss(_DistillationLoss):
         True
     """
 
-    tensor_keys: Any
-
     @dataclass
     class _AcceptedKeys(_DistillationLoss.default_keys):
         teacher_ids: NestedKey = ("next", "teacher_ids", "full")
 
     default_keys = _AcceptedKeys
-    # Of a loss that was pickled as torchrl's class.
-    max_tokens_per_forward: int | None = None
-    share_prefixes: bool = True
 
     def __init__(
         self,
         *args: Any,
         loss_function: Literal["k3", "exact_kl", "top_k_kl"] = "k3",
         teacher_network: TransformersWrapper | None = None,
-        max_tokens_per_forward: int | None = None,
-        share_prefixes: bool = True,
         **kwargs: Any,
     ) -> None:
         if loss_function not in ("k3", "exact_kl", "top_k_kl"):
@@ -167,8 +192,6 @@ class DistillationLoss(_DistillationLoss):
                 f"{loss_function!r}; the teacher of the others is in the data"
             )
         super().__init__(*args, **kwargs)
-        self.max_tokens_per_forward = max_tokens_per_forward
-        self.share_prefixes = share_prefixes
         self.loss_function = loss_function
         self._teacher = (teacher_network,)  # a tuple, so that it is no child
         keys = self.tensor_keys
@@ -184,24 +207,27 @@ class DistillationLoss(_DistillationLoss):
         """The teacher of ``"exact_kl"``."""
         return self._teacher[0]
 
-    @_not_compiled
+    @not_compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The loss of a batch, in the form of torchrl's class."""
         if self.loss_function == "k3":
-            return _computed(self, _DistillationLoss.forward, tensordict, self.assistant_only)
+            return self._computed(_DistillationLoss.forward, tensordict, self.assistant_only)
         models = (getattr(x, "model", None) for x in (self.actor_network, self.teacher_network))
         with together("DistillationLoss", *models):
             return self._divergence(tensordict)
 
     def _divergence(self, td: TensorDictBase) -> DistillationLossOutput:
         try:
-            batch = _read(self, td, self.assistant_only)
-            teacher = self._teacher_of(td, batch)
+            for actor in filter(None, (self.actor_network, self.teacher_network)):
+                if (why := fits(actor, td)) is not None:
+                    raise CannotFuse(why)
+            batch = self._read(td, self.assistant_only)
         except CannotFuse as why:
             raise ValueError(
                 f"actor_network: expected one whose hidden states can be had, but {why}; use "
                 "loss_function='k3' with it"
             ) from None
+        teacher = self._teacher_of(td, batch)
         mask = torch.ones(len(batch.tokens), dtype=torch.bool) if batch.mask is None else batch.mask
         counts = torch.stack([row.sum() for row in batch.rows(mask)])
         if not bool(counts.all()):
@@ -229,7 +255,6 @@ class DistillationLoss(_DistillationLoss):
         """The model that teaches, or the classes that the data has of it."""
         teacher = self.teacher_network
         if teacher is not None:
-            check_readable(teacher, td)
             theirs = read(reading_of(teacher, False, None, None), td).tokens
             if not torch.equal(theirs, batch.tokens):
                 raise ValueError(
@@ -251,86 +276,3 @@ class DistillationLoss(_DistillationLoss):
             assert rows is not None
             found.append(torch.cat(list(rows)))
         return Classes(*found)
-
-
-def _computed(
-    loss: Any, formulas: Callable[..., Any], tensordict: TensorDictBase, assistant_only: bool
-) -> Any:
-    """What torchrl's formulas make of a loss whose actor computes no more than they read.
-
-    The actor runs as it is where it cannot be replaced, on all ranks that share its model, and for
-    data that torchrl refuses, so that its own error is raised.
-    """
-    with together(type(loss).__name__, getattr(loss.actor_network, "model", None)) as step:
-        why: object = None
-        try:
-            batch = _read(loss, tensordict, assistant_only)
-        except CannotFuse as error:
-            why = error
-        except (ValueError, TypeError):
-            if not step.alone:  # torchrl would say so where others wait
-                raise
-        else:
-            twin = copy(loss)
-            scorer = _Scorer(loss, batch)
-            replace_children(twin, {**children_of(loss), "actor_network": scorer})
-            try:
-                return formulas(twin, tensordict)
-            except Apart:
-                why = "torchrl computes that of another rank"
-        if isinstance(why, CannotFuse):
-            step.agree(apart=True)
-        if why is not None:
-            log_not_fused(loss, why)
-        with step.collective():
-            return formulas(loss, tensordict)
-
-
-def _read(loss: Any, td: TensorDictBase, assistant_only: bool) -> TokenBatch:
-    """The tokens that the actor reads, and which of them the loss counts."""
-    actor = loss.actor_network
-    check_readable(actor, td)
-    if actor.input_mode != "history":
-        raise CannotFuse(f"its actor reads {actor.input_mode}, not a history")
-    batch = read(reading_of(actor, False, None, None), td.select(loss.tensor_keys.history))
-    if not assistant_only:
-        return batch
-    rows = batch.rows(batch.tokens)
-    masks, attended = (td.get(key, None, as_list=True) for key in (_ASSISTANT, _ATTENTION))  # pyright: ignore[reportCallIssue]
-    if masks is None:
-        history = td.get(loss.tensor_keys.history)
-        marked = marks(history, loss.tokenizer, {}, loss.tokenizer_kwargs)
-        masks = masks_over(rows, marked)
-    else:
-        masks = [mask.bool() for mask in column_rows(masks)]
-        if attended is not None:
-            pairs = zip(masks, column_rows(attended), strict=True)
-            masks = [mask & shown.bool() for mask, shown in pairs]
-    if [mask.shape for mask in masks] != [row.shape for row in rows]:
-        raise CannotFuse("its masks are not over the tokens that the actor reads")
-    return TokenBatch(batch.reading, batch.tokens, batch.lengths, torch.cat(masks).cpu())
-
-
-class _Scorer(nn.Module):
-    """Takes the place of an actor: the log-probs that a loss counts, and 0 for other tokens."""
-
-    def __init__(self, loss: Any, batch: TokenBatch) -> None:
-        super().__init__()
-        self.actor = loss.actor_network  # a child, because the loss looks for its device
-        self._batch, self._key = batch, loss.tensor_keys.log_probs
-        self._options = {
-            "max_tokens_per_forward": loss.max_tokens_per_forward,
-            "share_prefixes": loss.share_prefixes,
-            "model_kwargs": self.actor.generate_kwargs,
-        }
-
-    def forward(self, td: TensorDictBase) -> TensorDictBase:
-        batch = self._batch
-        values = causal_log_probs(
-            self.actor.model, batch.tokens, batch.lengths, batch.mask, **self._options
-        ).log_probs
-        rows = batch.rows(values)
-        if self.actor.pad_output:
-            rows = list(batch.padded(values, "left"))
-        column = torch.nested.as_nested_tensor(rows, layout=torch.strided)
-        return td.empty().to_lazystack(0).set(self._key, column)
