@@ -97,13 +97,12 @@ WRONG_TYPES = [
     (WITH_TEACHER, {"teacher_log_probs": TEACHER.long()}, "teacher_log_probs"),
     (["top_k_kl"], {"logits": nested(1, 3, width=(V,))}, "ids"),
     (WEIGHTS, {"log_probs": LIST}, "log_probs"),
-    (WEIGHTS, {"rollout_log_probs": VALUES.long()}, "rollout_log_probs"),
     (SUPPORT, {"support": None}, "support"),
     (SUPPORT, {"support": (VALUES, torch.arange(T + 1))}, "support"),
     (LOSS, {"importance": "token"}, "importance"),
     (LOSS, {"vocab_offset": 0, "vocab_group": "tensor"}, "vocab_group"),
     (OF_VALUES, {"log_probs": nested(1, 3)}, "ref_log_probs|rollout_log_probs"),
-    (OF_VALUES, {"log_probs": VALUES.long()}, "log_probs"),
+    (["token_kl"], {"log_probs": VALUES.long()}, "log_probs"),
     (OF_HIDDEN, {"hidden": HEAD["hidden"].to_sparse()}, "hidden"),
 ]
 WRONG_VALUES = [
