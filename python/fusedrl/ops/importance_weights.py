@@ -16,16 +16,18 @@ MODES = ("truncate", "mask")
 class Mismatch(NamedTuple):
     """How far the policies are apart in each sequence, over its kept tokens of known log ratio d.
 
-    All but ``max_ratio`` are sums, so that those of two batches add up.
+    All are ``[B]``. ``tokens`` and ``clipped_tokens``, whose ratio lies outside of the bounds, are
+    int64. ``k1_sum`` is of ``-d``, ``k3_sum`` of ``exp(d) - 1 - d``. Fields of two batches add up,
+    but for ``max_ratio``, the largest before the bounds.
     """
 
-    tokens: Tensor  # how many, int64 [B]
-    clipped_tokens: Tensor  # whose ratio lies outside of the bounds, int64 [B]
-    k1_sum: Tensor  # of -d
-    k3_sum: Tensor  # of exp(d) - 1 - d
+    tokens: Tensor
+    clipped_tokens: Tensor
+    k1_sum: Tensor
+    k3_sum: Tensor
     weight_sum: Tensor
     squared_weight_sum: Tensor
-    max_ratio: Tensor  # before the bounds
+    max_ratio: Tensor
 
     @property
     def k1(self) -> Tensor:
@@ -124,23 +126,26 @@ def importance_weights(
     log_ratio = (p.detach().to(dtype) - q.detach().to(dtype)).flatten()
     kept = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask.flatten()
     known = kept & ~log_ratio.isnan() if nan == "missing" else kept
-    d = torch.where(known, log_ratio, 0)
+    d = log_ratio.masked_fill(~known, 0)
 
     def total(values: Tensor) -> Tensor:
         # In float64: a float32 sum over a long sequence, term by term, loses digits.
-        wide = torch.where(known, values, 0).double()
+        wide = values.double()
         return wide.new_zeros(count).index_add(0, sequences, wide).to(values.dtype)
 
-    tokens, of_sequence = total(known.long()), total(d)
-    mean = of_sequence / tokens.clamp(min=1)
-    of_level = {"token": d, "sequence": of_sequence[sequences], "geometric": mean[sequences]}[level]
+    tokens, of_sequence, of_level = total(known.long()), total(d), d
+    if level != "token":
+        among = tokens.clamp(min=1) if level == "geometric" else 1
+        of_level = (of_sequence / among)[sequences]
     ratio = of_level.clamp(max=20.0).exp()
     least, most = least.to(ratio), most.to(ratio)
     outside = (ratio < least) | (ratio > most)
     weights = ratio.masked_fill(outside, 0) if mode == "mask" else ratio.clamp(least, most)
     # expm1(d) - d is no number where d is infinite; the limit is.
     k3 = torch.where(d == torch.inf, d, torch.expm1(d) - d)
+    counted = weights.masked_fill(~known, 0)
+    clipped, squares = (outside & known).long(), counted.square()
+    sums = total(clipped), -of_sequence, total(k3), total(counted), total(squares)
     largest = ratio.new_zeros(count).scatter_reduce(0, sequences, ratio * known, "amax")
-    sums = total(outside.long()), -of_sequence, total(k3), total(weights), total(weights.square())
-    weights = torch.where(kept, weights, 0).view(p.shape)
+    weights = weights.masked_fill(~kept, 0).view(p.shape)
     return ImportanceWeights(batch.result(weights), Mismatch(tokens, *sums, largest))
