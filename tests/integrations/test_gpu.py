@@ -45,7 +45,7 @@ def policy(folder: str, out: Any, **more: Any) -> Any:
     return grpo(folder, out, **SLOW, **more)
 
 
-TRAINERS = {
+CASES = {
     "sft": (sft, {}),
     "dpo": (dpo, {}),
     "grpo": (policy, {}),
