@@ -108,10 +108,9 @@ NEEDED: dict[str, dict[str, str]] = {
         "transformers.core_model_loading": "revert_weight_conversion",
     },
     "trl": {
-        "trl.trainer.grpo_trainer:GRPOTrainer": (
-            "_compute_loss _get_per_token_logps_and_entropies _last_world_entropy"
-        ),
-        "trl.trainer.rloo_trainer:RLOOTrainer": "_compute_loss _get_per_token_logps_and_entropies",
+        "trl.trainer.utils": "_use_triton",
+        "trl.trainer.grpo_trainer:GRPOTrainer": "_get_per_token_logps_and_entropies",
+        "trl.trainer.rloo_trainer:RLOOTrainer": "_get_per_token_logps_and_entropies",
         "trl.trainer.dpo_trainer:DPOTrainer": "_compute_loss",
     },
     "vllm": {

@@ -14,8 +14,8 @@ from tiny_trl import TEXTS, by_length, options, save_model
 
 import fusedrl
 from fusedrl import native
-from fusedrl.integrations import trl_log
 from fusedrl.models import capabilities
+from fusedrl.patching import log_once
 
 OLD, REF, TOOLS = "old_per_token_logps", "ref_per_token_logps", "tool_mask"
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -31,42 +31,40 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts the calls of compiled ops, by their name, but for those that try a model."""
+    """How many rows each call of the head's compiled op gets, but for those that try a model."""
     native.require("_C")
-    counts = {"linear_policy_loss": 0, "linear_token_log_probs": 0}
-    for name in counts:
-        importlib.import_module(f"fusedrl.ops.{name}")  # which takes an overload of the op
-        op = getattr(torch.ops.fusedrl, name)
+    importlib.import_module("fusedrl.ops.linear_token_log_probs")  # takes an overload of the op
+    op, rows = torch.ops.fusedrl.linear_token_log_probs, []
 
-        def count(*args, name=name, op=op, **options):
-            counts[name] += 1
-            return op(*args, **options)
+    def count(*args, **options):
+        rows.append(len(args[0]))
+        return op(*args, **options)
 
-        count.default = op.default  # read where a dispatch mode sees the op first
-        monkeypatch.setattr(torch.ops.fusedrl, name, count)
+    count.default = op.default  # read where a dispatch mode sees the op first
+    monkeypatch.setattr(torch.ops.fusedrl, "linear_token_log_probs", count)
     compare = capabilities.compare_parts
 
     def uncounted(*args):
-        before = dict(counts)
+        before = len(rows)
         found = compare(*args)
-        counts.update(before)
+        del rows[before:]
         return found
 
     monkeypatch.setattr(capabilities, "compare_parts", uncounted)
-    return counts
+    return rows
 
 
 @pytest.fixture
-def said(monkeypatch, caplog):
+def said(caplog):
     """A function of what fusedrl has logged, as if it had logged nothing before."""
-    monkeypatch.setattr(trl_log, "_said", set())
+    log_once.cache_clear()
     caplog.set_level(logging.WARNING, "fusedrl")
     return lambda: [record.message for record in caplog.records if record.name == "fusedrl"]
 
 
-def grpo(folder: str, out: Any, peft: Any = None, kind: Any = None, **more: Any) -> Any:
+def grpo(folder: str, out: Any, peft: Any = None, **more: Any) -> Any:
     defaults = {"num_generations": 2, "max_completion_length": WIDTH, "temperature": 0.9}
-    return (kind or trl.GRPOTrainer)(
+    return trl.GRPOTrainer(
         folder,
         reward_funcs=by_length,
         args=trl.GRPOConfig(**options(out, **{**defaults, **more})),
@@ -121,16 +119,14 @@ def near(trainer: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: changed.get(name, value) for name, value in inputs.items()}
 
 
-def step(
-    trainer: Any, inputs: dict[str, Any], scale: float = 1.0, model: Any = None
-) -> tuple[Any, Any, Any]:
+def step(trainer: Any, inputs: dict[str, Any], model: Any = None) -> tuple[Any, Any, Any]:
     """The loss, its gradients and the metrics of one batch."""
     trainer.current_gradient_accumulation_steps = 2
     trainer.model.train()
     trainer.model.zero_grad()
     trainer._metrics["train"].clear()
     loss = trainer.compute_loss(model or trainer.model, inputs)
-    (loss * scale).backward()
+    loss.backward()
     gradients = {
         name: parameter.grad.clone()
         for name, parameter in trainer.model.named_parameters()
@@ -152,11 +148,11 @@ def check_same(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) -> N
         assert found[2][name] == pytest.approx(values, rel=1e-5, abs=1e-6, nan_ok=True), name
 
 
-def both(make: Any, inputs: Any, scale: float = 1.0) -> tuple[Any, Any, Any]:
+def both(make: Any, inputs: Any) -> tuple[Any, Any, Any]:
     """A step as TRL makes it and one under the patch, and the trainer of the latter."""
     theirs = make()
     inputs = near(theirs, inputs)
-    expected = step(theirs, inputs, scale)
+    expected = step(theirs, inputs)
     with fusedrl.patch_trl():
         ours = make()
-        return step(ours, inputs, scale), expected, ours
+        return step(ours, inputs), expected, ours

@@ -7,6 +7,7 @@ import what lazy modules stand for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -17,6 +18,13 @@ from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger("fusedrl")
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Log a warning the first time that it is given, because it holds for all later steps."""
+    logger.warning(message)
+
 
 _lock = threading.RLock()
 _namespace: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
@@ -32,7 +40,8 @@ _originals: dict[tuple[str, str], Any] = {}
 class Replacement:
     """Replaces ``module.name`` by ``new`` in the whole package.
 
-    A name ``Class.method`` is replaced in that class alone, and in what inherits it from there.
+    A name ``Class.method`` is replaced in that class alone, and in what inherits it from there;
+    with ``alone``, a global in that module alone.
     Where the module has no such name, ``new`` is added to the modules ``add_to``; with none of them
     that is an error.
     """
@@ -41,6 +50,7 @@ class Replacement:
     name: str
     new: Any
     add_to: Sequence[str] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,7 @@ def _changes(r: Replacement, current: Any, package: str) -> list[tuple[Change, _
             for module, home in homes
             if _current(home, r.name) is _MISSING
         ]
-    if "." in r.name:
+    if r.alone or "." in r.name:
         return [(Change(r.module, r.name, current, r.new), _owner(r.module, r.name)[0])]
     return [
         (Change(module, name, current, r.new), home)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from accuracy import no_worse
@@ -151,7 +153,9 @@ def test_log_probs_and_entropy_together_equal_trl(requires_grad):
 def test_the_patch_reaches_every_module_that_holds_a_function_and_reverts():
     import trl.experimental.cpo.cpo_trainer as cpo
     import trl.kernels
+    from trl.kernels import chunked_logprob
 
+    cpu = torch.device("cpu")
     before = (theirs.selective_log_softmax, trl.kernels.ChunkedLogProbFunction)
     with fusedrl.patch_trl() as report:
         assert theirs.selective_log_softmax is ours.selective_log_softmax
@@ -162,9 +166,11 @@ def test_the_patch_reaches_every_module_that_holds_a_function_and_reverts():
         names = {(change.module, change.name) for change in report}
         assert ("trl.experimental.cpo.cpo_trainer", "selective_log_softmax") in names
         assert ("trl.trainer.utils", "_ChunkedLogProbFunction") in names
+        # Asked whether to leave out rows, but not what computes them.
+        assert theirs._use_triton(cpu) and not chunked_logprob._use_triton(cpu)
     assert (theirs.selective_log_softmax, trl.kernels.ChunkedLogProbFunction) == before
     assert cpo.selective_log_softmax is before[0]
-    assert theirs._ChunkedLogProbFunction is before[1]
+    assert theirs._ChunkedLogProbFunction is before[1] and not theirs._use_triton(cpu)
 
 
 def test_names_that_are_not_known_are_refused_before_anything_changes():
@@ -176,15 +182,24 @@ def test_names_that_are_not_known_are_refused_before_anything_changes():
     assert theirs.selective_log_softmax is original
 
 
-@pytest.mark.parametrize("change", ["missing", "other arguments"])
-def test_a_function_that_this_trl_has_not_is_left_out_or_refused(change, monkeypatch, caplog):
-    if change == "missing":
-        monkeypatch.delattr(theirs, "entropy_from_logits")
+METHOD = "GRPOTrainer._get_per_token_logps_and_entropies"
+
+
+@pytest.mark.parametrize("name", ["entropy_from_logits", METHOD])
+@pytest.mark.parametrize("missing", [True, False])
+def test_what_this_trl_has_not_or_with_other_arguments_is_left_out(
+    name, missing, monkeypatch, caplog
+):
+    from trl.trainer import grpo_trainer
+
+    owner = theirs if name == "entropy_from_logits" else grpo_trainer.GRPOTrainer
+    if missing:
+        monkeypatch.delattr(owner, name.rpartition(".")[2])
     else:
-        monkeypatch.setattr(theirs, "entropy_from_logits", lambda probabilities: None)
+        monkeypatch.setattr(owner, name.rpartition(".")[2], lambda self, probabilities: None)
     with fusedrl.patch_trl() as report:
-        assert "entropy_from_logits" not in {change.name for change in report}
+        assert name not in {change.name for change in report}
         assert theirs.selective_log_softmax is ours.selective_log_softmax
-    assert "entropy_from_logits" in caplog.text
-    with pytest.raises(ValueError, match="leave entropy_from_logits out"):
-        fusedrl.patch_trl(["entropy_from_logits"])
+    assert name in caplog.text
+    with pytest.raises(ValueError, match=f"leave {re.escape(name)} out"):
+        fusedrl.patch_trl([name])

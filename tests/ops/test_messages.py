@@ -94,16 +94,11 @@ WRONG_TYPES = [
     (WITH_TOKENS, {"tokens": nested(1, 3).long()}, "tokens"),
     (["exact_kl"], {"ref_logits": None}, "ref_logits"),
     (["exact_kl"], {"logits": nested(1, 3, width=(V,))}, "ref_logits"),
-    (WITH_TEACHER, {"ids": None}, "ids"),
-    (WITH_TEACHER, {"teacher_log_probs": TEACHER.long()}, "teacher_log_probs"),
     (["top_k_kl"], {"logits": nested(1, 3, width=(V,))}, "ids"),
     (WEIGHTS, {"log_probs": LIST}, "log_probs"),
-    (WEIGHTS, {"rollout_log_probs": VALUES.long()}, "rollout_log_probs"),
-    (SUPPORT, {"support": None}, "support"),
-    (SUPPORT, {"support": (VALUES, torch.arange(T + 1))}, "support"),
     (LOSS, {"vocab_offset": 0, "vocab_group": "tensor"}, "vocab_group"),
     (OF_VALUES, {"log_probs": nested(1, 3)}, "ref_log_probs|rollout_log_probs"),
-    (OF_VALUES, {"log_probs": VALUES.long()}, "log_probs"),
+    (["token_kl"], {"log_probs": VALUES.long()}, "log_probs"),
     (OF_HIDDEN, {"hidden": HEAD["hidden"].to_sparse()}, "hidden"),
 ]
 WRONG_VALUES = [
@@ -142,8 +137,6 @@ WRONG_VALUES = [
     (WITH_TEACHER, {"ids": IDS[:3]}, "ids"),
     (WITH_TEACHER, {"ids": IDS.to("meta")}, "ids"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER.to("meta")}, "teacher_log_probs"),
-    (SUPPORT, {"support": (TOKENS.to("meta"), torch.arange(T + 1))}, "support"),
-    (WITH_TEACHER, {"ids": IDS[:, :0]}, "ids"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER[:, :1]}, "teacher_log_probs"),
     (WEIGHTS, {"level": "batch"}, "level"),
     (WEIGHTS, {"level": "sequence"}, "offsets"),
@@ -151,8 +144,6 @@ WRONG_VALUES = [
     (WEIGHTS, {"rollout_log_probs": SHORT}, "rollout_log_probs"),
     (WEIGHTS, {"low": 3.0}, "low"),
     (WEIGHTS, {"log_probs": nested(1, 3), "rollout_log_probs": nested(2, 2)}, "rollout_log_probs"),
-    (SUPPORT, {"support": (TOKENS, TOKENS)}, "support"),
-    (SUPPORT, {"support": (TOKENS, torch.tensor([0, 2, 1, 3, 4]))}, "support"),
     (SUPPORT, {"support": (TOKENS + 2, torch.arange(T + 1))}, "support"),
     (SUPPORT, {"support": (TOKENS.flip(0), torch.arange(T + 1))}, "support"),
     (SUPPORT, {"support": (TOKENS - 1, torch.arange(T + 1))}, "support"),
@@ -195,7 +186,6 @@ WRONG_CONTENTS = [
     for impl in ("auto", "reference")
 ]
 WRONG_CONTENTS += [
-    (WITH_TEACHER, {"ids": torch.full((T, K), V)}, "ids"),
     (WITH_TEACHER, {"ids": torch.zeros(T, K).long()}, "ids"),
     (WITH_TEACHER, {"teacher_log_probs": TEACHER + 2}, "teacher_log_probs"),
 ]

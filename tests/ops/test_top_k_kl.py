@@ -7,7 +7,7 @@ import torch
 
 from fusedrl import linear_top_k_kl, top_k_kl
 from fusedrl.ops.exact_kl import DIRECTIONS
-from fusedrl.ops.top_k_kl.teachers import LEAST_REST, TAILS
+from fusedrl.ops.top_k_kl import LEAST_REST, TAILS
 
 INF = float("inf")
 

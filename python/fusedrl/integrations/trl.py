@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from fusedrl.compat.trl import LOG_PROBS, LOSS
+from fusedrl.compat.trl import COMPACTS, LOG_PROBS, LOSS
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, normalizers, token_log_probs
 from fusedrl.patching import Replacement, Report, chosen_of, replace
@@ -214,32 +213,25 @@ class _ManyClasses(torch.autograd.Function):
         return gradient.to(logits.dtype), None, None
 
 
+_UTILS = "trl.trainer.utils"
 _HEAD = "ChunkedLogProbFunction"
-_LOSS = f".{LOSS}"
 
-# Methods that stay TRL's, but run in a block in which the head knows the loss, or in which models
-# share prefixes; the latter with their modules.
-_PLANNED = (f"GRPOTrainer{_LOSS}", f"RLOOTrainer{_LOSS}")
+# Methods that stay TRL's, but run in a block in which models share prefixes; with their modules.
 _SHARING = {
     f"GRPOTrainer.{LOG_PROBS}": "trl.trainer.grpo_trainer",
     f"RLOOTrainer.{LOG_PROBS}": "trl.trainer.rloo_trainer",
-    f"DPOTrainer{_LOSS}": "trl.trainer.dpo_trainer",
+    f"DPOTrainer.{LOSS}": "trl.trainer.dpo_trainer",
     "DPOTrainer.compute_ref_log_probs": "trl.trainer.dpo_trainer",
 }
 
 # name in TRL -> the module that defines it
 _HOMES = {
-    "selective_log_softmax": "trl.trainer.utils",
-    "entropy_from_logits": "trl.trainer.utils",
-    "selective_log_softmax_and_entropy": "trl.trainer.utils",
+    "selective_log_softmax": _UTILS,
+    "entropy_from_logits": _UTILS,
+    "selective_log_softmax_and_entropy": _UTILS,
     _HEAD: "trl.kernels.chunked_logprob",
-    f"GRPOTrainer{_LOSS}": "trl.trainer.grpo_trainer",
-    f"RLOOTrainer{_LOSS}": "trl.trainer.rloo_trainer",
     **_SHARING,
 }
-
-# Methods in modules that only some trainers need, and that may fail to load for others.
-_OF_TRAINERS = (*_PLANNED, *_SHARING)
 
 logger = logging.getLogger("fusedrl")
 
@@ -247,19 +239,14 @@ logger = logging.getLogger("fusedrl")
 def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True) -> Report:
     """Put the fused functions in the place of TRL's own, wherever TRL's modules hold them.
 
-    ``ChunkedLogProbFunction`` is the LM head of the GRPO, RLOO, DPO, KTO and SFT trainers. The
-    experimental trainers call the functions over logits, and so does every trainer of a TRL that
-    has no such head. The two ``_compute_loss`` methods stay TRL's, but tell the head which loss
-    they compute. The head then computes the gradients together with the log-probs, with one matrix
-    product less. The backward pass compares them with what the trainer did with the log-probs, and
-    computes them again if they differ. If the configuration does not say enough, only the log-probs
-    are fused, and the reason is logged once.
+    ``ChunkedLogProbFunction`` is the LM head of the GRPO, RLOO, DPO, KTO and SFT trainers, which
+    then get log-probs and entropies of the scored tokens alone and compute their own losses of
+    them. The experimental trainers call the functions over logits, and so does every trainer of a
+    TRL that has no such head. Distillation and GKD call neither and run as before.
 
-    Four methods compute the log-probs of GRPO, RLOO and DPO. They stay TRL's too, but the decoder
+    Four methods compute the log-probs of GRPO, RLOO and DPO. They stay TRL's, but the decoder
     computes a beginning that several rows of their batch share, such as the prompt of a group, once
     for all of them, where :func:`fusedrl.models.causal_log_probs` would.
-
-    The losses of the distillation and GKD trainers are not replaced: these run as before.
 
     Trainers that exist already use the fused functions too, and so do modules of TRL that are
     imported later. Modules of yours that imported a function before keep TRL's: ``report.held``
@@ -268,7 +255,6 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
     Args:
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
             ``selective_log_softmax_and_entropy``, ``ChunkedLogProbFunction``,
-            ``GRPOTrainer._compute_loss``, ``RLOOTrainer._compute_loss``,
             ``GRPOTrainer._get_per_token_logps_and_entropies``,
             ``RLOOTrainer._get_per_token_logps_and_entropies``, ``DPOTrainer._compute_loss`` and
             ``DPOTrainer.compute_ref_log_probs``. By default all of them that the installed TRL has;
@@ -294,41 +280,43 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
         >>> trl.trainer.utils.entropy_from_logits is entropy_from_logits
         False
     """
-    wanted = chosen_of(names, tuple(_HOMES))
     replacements = []
-    for name in _HOMES:  # the head comes before the losses that tell it their plans
-        if name not in wanted or (name in _SHARING and not share_prefixes):
+    for name in chosen_of(names, tuple(_HOMES)):
+        if name in _SHARING and not share_prefixes:
             continue
-        if name in _PLANNED and _HEAD not in {r.name for r in replacements}:
-            ours, problem = None, f"{name} speaks to {_HEAD}, which is not replaced with it"
-        else:
-            ours, problem = _ours(name)
+        ours, problem = _ours(name)
         if problem is None:
             replacements.append(Replacement(_HOMES[name], name, ours))
         elif names is not None:
             raise ValueError(f"names: {problem}; leave {name} out")
         else:
             logger.warning("patch_trl: %s; left out", problem)
+    if any(r.name == _HEAD for r in replacements) and hasattr(import_module(_UTILS), COMPACTS):
+        from fusedrl.integrations.trl_head import gets_scored_rows
+
+        replacements.append(Replacement(_UTILS, COMPACTS, gets_scored_rows, alone=True))
     return replace("trl", replacements)
 
 
 def _ours(name: str) -> tuple[Any, str | None]:
     """The replacement of a name of TRL, or why there is none: it is missing or differs."""
-    if importlib.util.find_spec("trl") is None:
+    if find_spec("trl") is None:
         raise ImportError("trl: expected it to be installed; pip install trl")
     try:
-        theirs = attrgetter(name)(importlib.import_module(_HOMES[name]))
+        theirs = attrgetter(name)(import_module(_HOMES[name]))
     except Exception as error:
         module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, AttributeError) or module.startswith("trl."):
             return None, f"this TRL has no {_HOMES[name]}.{name}"
         # Only these trainers need it, such as a vLLM that does not load.
-        if name in _OF_TRAINERS:
+        if name in _SHARING:
             return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
         raise  # TRL itself needs it
-    if name in _OF_TRAINERS:
-        return _around(name, theirs)
-    if name == _HEAD:
+    if name in _SHARING:
+        from fusedrl.integrations.trl_trainers import sharing
+
+        ours, same = sharing(theirs), _arguments(theirs)[:2] == ["self", "model"]
+    elif name == _HEAD:
         # Its module keeps TRL's own function to fall back on, so it is loaded before the patch.
         from fusedrl.integrations.trl_head import ChunkedLogProbFunction as ours
 
@@ -338,24 +326,6 @@ def _ours(name: str) -> tuple[Any, str | None]:
         taken = _arguments(theirs)
         same = taken == _arguments(ours)[: len(taken)]
     return ours, None if same else f"{name} takes other arguments in this TRL"
-
-
-_methods: WeakSet[Callable[..., Any]] = WeakSet()  # that are ours already
-
-
-def _around(name: str, theirs: Any) -> tuple[Any, str | None]:
-    """A method around one of TRL, or why there is none."""
-    from fusedrl.integrations.trl_loss import planned
-    from fusedrl.integrations.trl_sharing import sharing
-
-    if theirs in _methods:
-        return theirs, None
-    taken = _arguments(theirs)
-    if taken[:2] != ["self", "model"] or (name in _PLANNED and taken[2:] != ["inputs"]):
-        return None, f"{name} takes other arguments in this TRL"
-    ours = planned(theirs, name.partition(".")[0]) if name in _PLANNED else sharing(theirs)
-    _methods.add(ours)
-    return ours, None
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:

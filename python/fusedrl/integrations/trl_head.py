@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from trl.kernels import chunked_logprob  # pyright: ignore[reportMissingImports]
 
-from fusedrl.integrations.trl_log import log_once
-from fusedrl.integrations.trl_loss import take_plan
-from fusedrl.integrations.trl_loss_gradients import log_probs_with_gradients
-from fusedrl.ops import _dispatch, _head
+from fusedrl.compat.trl import COMPACTS
+from fusedrl.ops import _dispatch
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
+from fusedrl.patching import log_once
 
 _CHOICES = ("entropy", "mean_logits", "is_top1")  # computed here beside the log-probs
 _ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
@@ -57,7 +56,8 @@ class ChunkedLogProbFunction:
         """
         reason = _not_ours(hidden, weight, final_logit_softcapping, logit_scale, outputs)
         if reason is not None:
-            log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
+            if not torch.compiler.is_compiling():
+                log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
             return _theirs[0].apply(
                 *(hidden, weight, bias, targets, temperature, chunk_size),
                 *(final_logit_softcapping, logit_scale, outputs),
@@ -68,10 +68,6 @@ class ChunkedLogProbFunction:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         with torch.autocast(kind, enabled=False):
-            head = hidden, weight, bias, logit_scale, final_logit_softcapping
-            ahead = _for_planned_loss(*head, targets, temperature, outputs)
-            if ahead is not None:
-                return *ahead, None, None, None
             results = linear_token_log_probs(
                 hidden,
                 weight,
@@ -89,6 +85,11 @@ class ChunkedLogProbFunction:
                 top = _is_top1(hidden, weight, bias, targets, results)
         entropy = results.entropy if "entropy" in outputs else None
         return results.log_probs, entropy, None, mean, top
+
+
+def gets_scored_rows(device: torch.device) -> bool:
+    """Whether TRL gives the head the scored positions alone; its own head needs fixed shapes."""
+    return device.type in _dispatch.LIBRARY or getattr(chunked_logprob, COMPACTS)(device)
 
 
 def _not_ours(
@@ -113,28 +114,6 @@ def _not_ours(
     if hidden.dtype not in _dispatch.KERNEL_DTYPES:
         return f"no compiled kernel for {hidden.dtype}"
     return None
-
-
-def _for_planned_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    targets: Tensor,
-    temperature: float,
-    outputs: tuple[str, ...],
-) -> tuple[Tensor, Tensor] | None:
-    """Log-probs and entropies, with gradients computed ahead if the trainer planned its loss."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return None
-    if set(outputs) - {"log_probs"} != {"entropy"}:
-        return None
-    plan = take_plan()
-    if plan is None:
-        return None
-    head = _head.prepare("", hidden, weight, bias, scale, softcap)
-    return log_probs_with_gradients(plan, head, targets, temperature)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
         dtype = _dispatch.result_dtype(hidden)
-        size = _size(hidden)
-        slices = zip(rows.split(size), ids.split(size), strict=True)
+        slices = _slices(hidden, rows, ids)
         return torch.cat([(hidden[r].to(dtype) * weight[c]).sum(-1) for r, c in slices])
 
     @staticmethod
@@ -39,23 +39,19 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, ids = ctx.saved_tensors
-        of_hidden, of_weight = (
-            torch.zeros_like(x, dtype=grads[0].dtype) if wanted else None
-            for x, wanted in zip((hidden, weight), ctx.needs_input_grad, strict=False)
-        )
-        slices = (x.split(_size(hidden)) for x in (grads[0][:, None], rows, ids))
-        for grad, r, c in zip(*slices, strict=True):
-            if of_hidden is not None:
-                of_hidden.index_add_(0, r, grad * weight[c])
-            if of_weight is not None:
-                of_weight.index_add_(0, c, grad * hidden[r])
-        return (
-            None if of_hidden is None else of_hidden.to(hidden.dtype),
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None,
-            None,
-        )
+
+        def gradient(of: Tensor, at: Tensor, other: Tensor, by: Tensor) -> Tensor:
+            total = torch.zeros_like(of, dtype=grads[0].dtype)
+            for grad, to, taken in _slices(hidden, grads[0][:, None], at, by):
+                total.index_add_(0, to, grad * other[taken])
+            return total.to(of.dtype)
+
+        wanted = ctx.needs_input_grad
+        of_hidden = gradient(hidden, rows, weight, ids) if wanted[0] else None
+        of_weight = gradient(weight, ids, hidden, rows) if wanted[1] else None
+        return of_hidden, of_weight, None, None
 
 
-def _size(hidden: Tensor) -> int:
-    return max(_SLICE // hidden.shape[-1], 1)
+def _slices(hidden: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    size = max(_SLICE // hidden.shape[-1], 1)
+    return zip(*(column.split(size) for column in columns), strict=True)

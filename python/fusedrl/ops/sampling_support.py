@@ -6,8 +6,6 @@ compressed rows (CSR).
 
 from __future__ import annotations
 
-from numbers import Integral
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
 _CHUNK = 1 << 23  # logits that are sorted at a time
-_SUPPORT = "pass what sampling_support returns"
 
 
 def sampling_support(
@@ -31,40 +28,26 @@ def sampling_support(
     offsets: Tensor | None = None,
     shift: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The classes from which each token was sampled, from the logits that its sampler had.
+    """The classes that ``generate`` of transformers leaves a token, from the logits it had.
 
-    It does what ``generate`` of transformers does with the same arguments, in the same order: the
-    temperature divides the logits, top-k, top-p and min-p leave out classes, each of what the one
-    before left. Ties of the last class of top-k stay. A class with a logit of -inf is out.
-
-    The logits have to be those of the sampling itself (``generate(output_logits=True)``), or of the
-    version of the weights that sampled. Other logits, or the same ones with other rounding, may
-    leave out another class at the edge. Engines that return the classes that they left need no
-    recomputation.
+    Other logits, or the same with other rounding, may leave out another class at the edge.
 
     Args:
-        logits: ``[N, V]`` packed or ``[B, T, V]`` padded, before the temperature; floating point.
-        mask: bool, shaped like the tokens, ``[N]`` or ``[B, T]``: which of them were sampled. The
-            others get an empty row. ``None`` takes all.
+        logits: ``[N, V]`` packed or ``[B, T, V]`` padded, floating point, before the temperature.
+        mask: bool, one a token: which were sampled. The others get an empty row.
         temperature: of the sampler, from 1e-30 to 1e30.
-        top_k: how many classes stay, at least 1; ``None`` for all.
-        top_p: the fewest likeliest classes with this probability stay, above 0 and up to 1;
-            ``None`` for all.
-        min_p: classes stay that are at least this share of the likeliest's probability, from 0 to
-            1; ``None`` for all.
+        top_k: so many classes stay, and ties of the last; ``None`` for all.
+        top_p: the fewest likeliest classes stay with this probability; ``None`` for all.
+        min_p: classes stay with at least this share of the likeliest's probability.
         offsets: int64 ``[B + 1]``, where each sequence of packed logits starts and ends.
-        shift: token *i* was sampled from row *i - 1* of its sequence, as in a model's own output
-            over whole sequences; the first token of each then has an empty row. Without it token
-            *i* was sampled from row *i*.
+        shift: token *i* was sampled from row *i - 1* of its sequence, and the first from none.
 
     Returns:
-        int64 ids ``[S]``, those of a token in ascending order, and int64 offsets ``[N + 1]`` over
-        all tokens, as :func:`support_log_probs` takes them. A row is empty where no class was left
-        out.
+        int64 ids ``[S]``, ascending within a token, and int64 offsets ``[N + 1]`` over all tokens,
+        for :func:`support_log_probs`. A row is empty where no class was left out.
 
     Raises:
-        TypeError: a mask that is not bool, logits that are not floating point.
-        ValueError: shapes that do not fit, an argument out of range.
+        TypeError, ValueError: shapes that do not fit, or a limit out of range.
 
     Example:
         >>> import torch
@@ -74,13 +57,15 @@ def sampling_support(
         (tensor([0, 1, 0, 1]), tensor([0, 2, 4]))
     """
     _dispatch.check_flags(shift=shift)
-    _dispatch.check_tensor("logits", logits)
     _rows.check_rows("logits", logits, offsets, shift)
-    tokens = logits.new_empty(logits.shape[:-1], dtype=torch.bool)
-    _dispatch.check_mask(mask, tokens.shape, logits.device, " like the rows of logits")
+    _dispatch.check_mask(mask, logits.shape[:-1], logits.device, " like the rows of logits")
     divisor = _dispatch.temperature_tensor(temperature, logits.device, "reference").item()
-    _check_limits(top_k, top_p, min_p)
-    rows, keep = rows_of_tokens(tokens, offsets, shift)
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(
+                f"{name}: expected from 0 to 1, got {value}; leave it out for no limit"
+            )
+    rows, keep = rows_of_tokens(logits[..., 0], offsets, shift)
     kept = (keep if mask is None else keep & mask.flatten()).nonzero().squeeze(-1)
     counts, found = torch.zeros_like(rows), [rows.new_empty(0)]
     for part in kept.split(max(_CHUNK // logits.shape[-1], 1)):
@@ -109,28 +94,6 @@ def _left(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float |
     return scores != -torch.inf  # NaN is left, as it spoils the row without a support too
 
 
-def _check_limits(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
-    if top_k is not None:
-        number = _dispatch.real_number(top_k)
-        if not isinstance(number, Integral) or number < 1:
-            raise ValueError(
-                f"top_k: expected an integer >= 1, got {top_k!r}; None keeps all classes"
-            )
-    if top_p is not None:
-        number = _dispatch.real_number(top_p)
-        if number is None or not 0 < number <= 1:
-            raise ValueError(
-                f"top_p: expected a number above 0 and up to 1, got {top_p!r}; None keeps all "
-                "classes"
-            )
-    if min_p is not None:
-        number = _dispatch.real_number(min_p)
-        if number is None or not 0 <= number <= 1:
-            raise ValueError(
-                f"min_p: expected a number from 0 to 1, got {min_p!r}; None keeps all classes"
-            )
-
-
 def support_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -145,35 +108,20 @@ def support_log_probs(
     shift: bool = False,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    r"""Log-probability of each token under a softmax over its support alone.
+    """Log-prob of each token under a softmax over its support, whose rows alone are multiplied.
 
-    Only the rows of the weight that the support names are multiplied. Gradients reach ``hidden``,
-    ``weight`` and ``bias``. From logits in memory, it is ``token_log_probs`` of the logits with
-    -inf outside of the support.
+    Other arguments, and what else is raised, are those of :func:`linear_token_log_probs`. Gradients
+    reach ``hidden``, ``weight`` and ``bias``.
 
     Args:
-        hidden: as :func:`linear_token_log_probs` takes it, padded or packed, and so are all
-            arguments but ``support``.
-        weight: ``[V, H]``.
-        tokens: integer class of each token, which is in its own support.
         support: integer ids ``[S]`` and offsets ``[N + 1]`` over all tokens, as
             :func:`sampling_support` returns them; an empty row stands for all classes.
-        mask: bool, shaped like ``tokens``; ``None`` keeps all.
-        bias: ``[V]``.
-        softcap: positive bound of the logits.
-        scale: positive factor of the logits.
-        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
-        shift: token *i* reads row *i - 1* of its own sequence. Its support is its own.
-        temperature: of the sampler.
 
     Returns:
-        float32 log-probs shaped like ``tokens``; 0 for a dropped one.
+        float32 log-probs shaped like ``tokens``; 0 for a dropped one, whose support is not read.
 
     Raises:
-        TypeError: a support that is no pair of integer tensors.
-        ValueError: a support of another number of tokens, ids of a kept token that are no classes
-            or do not ascend, or a kept token outside of its own ids. Nothing is computed then.
-        Exception: what :func:`linear_token_log_probs` raises.
+        ValueError: ids of a kept token that do not ascend from 0 or more, or lack the token.
 
     Example:
         >>> import torch
@@ -190,74 +138,32 @@ def support_log_probs(
     _dispatch.check_mask(mask, tokens.shape, head.hidden.device)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, "reference")
     rows, keep = rows_of_tokens(tokens, offsets, shift)
-    if mask is not None:
-        keep = keep & mask.flatten()
-    ids, of_entries, own, listed = _entries(support, tokens, keep, len(head.weight))
-    z = logits_of_head(head, rows[of_entries], ids)
+    keep = keep if mask is None else keep & mask.flatten()
+    ids, counts = support[0].long(), support[1].long().diff()
+    listed = keep & (counts > 0)
+    entry = torch.repeat_interleave(counts)  # the token of each id
+    ids, entry = ids[listed[entry]], entry[listed[entry]]
+    wrong, own = ids < 0, ids == tokens.flatten()[entry]
+    wrong[1:] |= (ids.diff() <= 0) & (entry.diff() == 0)
+    without = listed.index_fill(0, entry[own], False).nonzero()[:, 0]
+    refused = torch.cat((entry[wrong], without))
+    if len(refused):
+        raise ValueError(
+            "support: expected ids of 0 or more that ascend, the token's own among them, got "
+            f"others for token {int(refused[0])}; take those of the logits that it was sampled from"
+        )
+    z = logits_of_head(head, rows[entry], ids)
     z = z / divisor.to(z)
-    zeros = z.new_zeros(tokens.numel())
-    largest = zeros.detach().scatter_reduce(0, of_entries, z.detach(), "amax", include_self=False)
-    total = zeros.index_add(0, of_entries, (z - largest[of_entries]).exp())
+    zeros = z.new_zeros(len(rows))
+    largest = zeros.scatter_reduce(0, entry, z.detach(), "amax", include_self=False)
+    total = zeros.index_add(0, entry, (z - largest[entry]).exp())
+    chosen = zeros.index_add(0, entry[own], z[own])
     log_sum = largest + torch.where(listed, total, 1).log()
-    chosen = zeros.index_add(0, of_entries, torch.where(own, z, 0))
     log_probs = torch.where(listed, chosen - log_sum, 0).view(tokens.shape)
     whole = (keep & ~listed).view(tokens.shape)
-    if not bool(whole.any()):
-        return log_probs
-    of_whole = linear_token_log_probs(
-        *(hidden, weight, tokens, whole),
-        bias=bias,
-        softcap=softcap,
-        scale=scale,
-        offsets=offsets,
-        shift=shift,
-        temperature=temperature,
-    )
-    return log_probs + of_whole.log_probs
-
-
-def _entries(
-    support: tuple[Tensor, Tensor], tokens: Tensor, keep: Tensor, classes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The classes of kept tokens, the token of each and whether it is its own; who has some."""
-    if not isinstance(support, (tuple, list)) or len(support) != 2:
-        got = _dispatch.kind(support)
-        raise TypeError(f"support: expected ids and offsets, got {got}; {_SUPPORT}")
-    for part in support:
-        _dispatch.check_tensor("support", part)
-        _dispatch.check_device("support", part, tokens.device)
-        if part.dim() != 1 or part.dtype not in _rows.TOKEN_DTYPES:
-            raise TypeError(
-                f"support: expected integer ids [S] and offsets [N + 1], got {part.dtype} "
-                f"{tuple(part.shape)}; {_SUPPORT}"
-            )
-    ids, starts = (part.to(torch.int64) for part in support)
-    counts = starts.diff()
-    ends = [int(starts[0]), int(starts[-1])] if len(starts) == tokens.numel() + 1 else None
-    if ends != [0, len(ids)] or bool((counts < 0).any()):
-        raise ValueError(
-            f"support: expected {tokens.numel() + 1} offsets that grow from 0 to {len(ids)}, the "
-            f"number of ids, got {len(starts)} that begin with {starts[:5].tolist()}; {_SUPPORT}"
-        )
-    listed = keep & (counts > 0)
-    of_entries = torch.repeat_interleave(counts)
-    read = listed[of_entries]
-    ids, of_entries = ids[read], of_entries[read]
-    wrong = (ids < 0) | (ids >= classes)
-    wrong[1:] |= (ids.diff() <= 0) & (of_entries.diff() == 0)
-    if bool(wrong.any()):
-        first = wrong.nonzero()[0]
-        raise ValueError(
-            f"support: expected ids in [0, {classes}) that ascend within each token, got "
-            f"{int(ids[first])} of token {int(of_entries[first])}; {_SUPPORT}"
-        )
-    own = ids == tokens.flatten()[of_entries]
-    missing = listed.clone()
-    missing[of_entries[own]] = False
-    if bool(missing.any()):
-        raise ValueError(
-            f"support: expected every kept token among its own ids, got token "
-            f"{int(missing.nonzero()[0])}, which is not; mask the token, or compute the support "
-            "from the logits that it was sampled from"
-        )
-    return ids, of_entries, own, listed
+    if bool(whole.any()):
+        options = {"offsets": offsets, "shift": shift, "temperature": temperature}
+        options |= {"bias": bias, "softcap": softcap, "scale": scale}
+        found = linear_token_log_probs(hidden, weight, tokens, whole, **options)
+        log_probs = log_probs + found.log_probs
+    return log_probs
