@@ -100,9 +100,9 @@ class Wrapped(nn.Module):
     ("make", "message"),
     [
         (lambda: None, "model: expected a causal language model, .* got NoneType; load"),
-        (Wrapped, "got Wrapped, which takes tensordicts; pass the model that it wraps"),
-        (encoder_decoder, "got T5ForConditionalGeneration, an encoder-decoder, whose log-probs"),
-        (lambda: model_of("llama").model, "returns logits, got LlamaModel, which returns none"),
+        (Wrapped, "takes token ids alone, got Wrapped; .* pass the model that a wrapper has"),
+        (encoder_decoder, "takes token ids alone, got T5ForConditionalGeneration"),
+        (lambda: model_of("llama").model, "with logits .* got LlamaModel with none; load it"),
         (masked, "got BertForMaskedLM, whose logits see later tokens; .* is_decoder=True"),
         (classifier, r"with logits \[1, 3, V\], got LlamaForSequenceClassification with \[1, 2\]"),
     ],

@@ -20,16 +20,16 @@ from torch import nn
 from fusedrl.compat.torch import hooks_of, is_compiled_function
 from fusedrl.models.comparison import Verdict, compare_batch, compare_parts
 from fusedrl.models.lengths import shared_below
-from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, Step
+from fusedrl.models.ranks import FROM_STATES, UNKNOWN, Step
 from fusedrl.models.split import (
-    CannotSplit,
     Parts,
     autocast_of,
     compiler_of,
     device_of,
+    fits,
     foreign_in,
     modules_of,
-    split,
+    parts_of,
     vocabulary_of,
 )
 
@@ -38,7 +38,6 @@ logger = logging.getLogger("fusedrl")
 # Rounding may send a token to other experts, which looks as if sequences in a row mixed. They are
 # said to do so if they do with the tokens from each of these ids.
 FIRST_IDS = 0, 13
-DRAWS = "its forward draws random numbers, as for noise"
 RATES = "drop", "jitter", "noise"  # in names of how much is random
 KEPT = 8  # verdicts on a model that alternates between states, such as training and evaluation
 
@@ -74,7 +73,7 @@ def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> C
         model: the model, or a module around it.
         kwargs: further arguments of the model's forward pass, used when its logits are needed.
     """
-    parts, below, now = _look_at(model, kwargs or {})
+    parts, below, now = _look_at(model, fits(model), kwargs)
     found = next((verdict for then, verdict in _verdicts.get(model, ()) if then == now), None)
     return None if found is None else _allowed(parts, below, found)
 
@@ -99,43 +98,41 @@ def capabilities_of(
     known = known_capabilities(model, kwargs) if step is None else None
     if known is not None:
         return known
-    parts, below, now = _look_at(model, kwargs or {}, warns=True)
+    why = fits(model)
+    _warn(model, why)
+    parts, below, now = _look_at(model, why, kwargs)
     step = step or Step(None)
-    whole, _ = step.agree(ways=FROM_STATES + FROM_LOGITS if parts is None else FROM_STATES)
+    whole, _ = step.agree(ways=UNKNOWN if parts is None else FROM_STATES)
     if whole or parts is None:
         ids = vocabulary_of(model) or known_ids
         verdict = compare_batch(model, device_of(model), ids, kwargs or {})
-        if verdict.telling and not verdict.agrees:
-            why = "sequences in a padded batch do not get the numbers of each alone"
-            _warn(model, DRAWS if verdict.draws else why)
     else:
-        verdict = _compared_parts(model, parts, below, step)
+        verdict = _compared_parts(parts, below, step)
+    _warn(model, verdict.why)
     if verdict.telling:
         _verdicts[model] = [(now, verdict), *_verdicts.get(model, ())][:KEPT]
     return _allowed(parts, below, verdict)
 
 
 def _allowed(parts: Parts | None, below: int | None, verdict: Verdict) -> Capabilities:
-    same = verdict.agrees
+    same = verdict.why is None
     parts = parts if same and verdict.splits else None
     return Capabilities(parts, same, below, verdict.autocast, same and verdict.shares)
 
 
 def _look_at(
-    model: Any, kwargs: Mapping[str, Any], warns: bool = False
+    model: Any, why: str | None, kwargs: Mapping[str, Any] | None
 ) -> tuple[Parts | None, int | None, Any]:
     """A model's parts, the length that matters to it, and what must be the same for a verdict."""
-    try:
-        parts = split(model)
-    except CannotSplit as why:
-        if warns:
-            _warn(model, str(why))
-        parts = None
-    config = getattr(model if parts is None else parts.base, "config", None)
-    below = shared_below(config)
-    autocast = autocast_of(device_of(model) if parts is None else parts.weight.device)
-    head = parts and (parts.scale, parts.softcap)
-    return parts, below, (_state(model), _copied(config), head, autocast, sorted(kwargs))
+    parts = parts_of(model) if why is None else None
+    config = getattr(parts.base if parts else model, "config", None)
+    autocast = autocast_of(parts.weight.device if parts else device_of(model))
+    scale = parts and parts.scale
+    return (
+        parts,
+        shared_below(config),
+        (*(_state(model), _copied(config), parts is None, scale, autocast, sorted(kwargs or {})),),
+    )
 
 
 def _state(model: nn.Module) -> list[Any]:
@@ -166,43 +163,39 @@ def _copied(value: Any) -> Any:
     return _copied(vars(value)) if hasattr(value, "model_type") else value
 
 
-def _compared_parts(model: Any, parts: Parts, below: int | None, step: Step) -> Verdict:
+def _compared_parts(parts: Parts, below: int | None, step: Step) -> Verdict:
     """A verdict that all ranks share."""
-    both = FROM_STATES + FROM_LOGITS
     stranger = foreign_in(parts.decoder)
-    strange, _ = step.agree(ways=FROM_STATES if stranger is None else both)
+    strange, _ = step.agree(ways=FROM_STATES if stranger is None else UNKNOWN)
     if strange:  # weights that are 0 at first would hide what it does
-        _warn(model, f"{stranger or 'a forward or a hook on another rank'} is not its library's")
-        return Verdict()
-    verdict, why = Verdict(), ""
+        return Verdict(f"{stranger or 'a forward or a hook on another rank'} is not its library's")
+    verdict = Verdict("its numbers differ on another rank")
     for first in FIRST_IDS:
-        why = "its decoder and head do not compute its own logits in a row of several sequences"
         try:
-            verdict = compare_parts(parts, below, first)
-            why = DRAWS if verdict.draws else why
+            found = compare_parts(parts, below, first)
         except Exception as error:  # which may not happen again
-            verdict, why = Verdict(telling=False), f"trying it raised {error!r}"
-        differs, _ = step.agree(ways=FROM_STATES if verdict.agrees else both)
+            found = Verdict(f"trying it raised {error!r}", telling=False)
+        differs, _ = step.agree(ways=FROM_STATES if found.why is None else UNKNOWN)
         if not differs:
-            return verdict
-    _warn(model, why)
-    return verdict._replace(agrees=False)
+            return found
+        verdict = found if found.why else verdict
+    return verdict
 
 
-def _warn(model: Any, why: str) -> None:
-    if (type(model), why) not in _warned:
+def _warn(model: Any, why: str | None) -> None:
+    if why is not None and (type(model), why) not in _warned:
         _warned.add((type(model), why))
         kind = type(model).__name__
         logger.warning("%s: %s; its log-probs are computed from all its logits", kind, why)
 
 
-def may_share(model: nn.Module, parts: Parts) -> bool:
+def may_share(parts: Parts) -> bool:
     """Whether a model that can share beginnings may do so now, which no verdict knows.
 
     Dropout would be drawn once for all sequences, and a compiled decoder be compiled once more for
     each tree.
     """
-    for module in modules_of(model):
+    for module in modules_of(parts.model):
         if is_compiled_function(module.forward) or compiler_of(module) is not None:
             return False
         if module.training and _drops(module):
@@ -213,9 +206,9 @@ def may_share(model: nn.Module, parts: Parts) -> bool:
 def _drops(module: nn.Module) -> bool:
     """Whether a module in training changes values at random, as far as its names tell."""
     kinds = " ".join(kind.__name__ for kind in type(module).__mro__)
-    config = getattr(getattr(module, "config", None), "__dict__", {})
-    named = [(kinds + name, x) for name, x in vars(module).items()]
-    rates = [
-        x for name, x in (*named, *config.items()) if any(word in name.lower() for word in RATES)
-    ]
-    return any(type(x) in (int, float) and x > 0 for x in rates)
+    rates = [(kinds + name, x) for name, x in vars(module).items()]
+    rates += getattr(getattr(module, "config", None), "__dict__", {}).items()
+    return any(
+        type(x) in (int, float) and x > 0 and any(word in name.lower() for word in RATES)
+        for name, x in rates
+    )

@@ -60,35 +60,26 @@ def _divergences(model: Any, teacher: Any, batch: tuple[Any, ...], direction: st
 
         def from_classes(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
             ids, log_probs = (x[places.to(x.device)].to(hidden.device) for x in teacher)
-            return linear_top_k_kl(
-                *(hidden, parts.weight, ids, log_probs),
-                direction=direction,
-                bias=parts.bias,
-                softcap=parts.softcap,
-                scale=parts.scale,
-            )
+            kind = {"direction": direction, **parts.options}
+            return linear_top_k_kl(hidden, parts.weight, ids, log_probs, **kind)
 
         return _scored("model", model, batch, from_classes)[0]
     with torch.no_grad():
         states, ref = _scored("teacher", teacher, batch, lambda hidden, *_: hidden)
+    theirs = {"weight": ref.weight, **ref.options}
+    theirs = {f"ref_{name}": x for name, x in theirs.items()}
 
     def from_heads(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, states.dtype)
 
-        def like(x: Tensor | None) -> Any:
-            return None if x is None else x.to(hidden.device, dtype)
-
-        return linear_exact_kl(
-            *(like(hidden), like(parts.weight)),
-            *(like(states[places.to(states.device)]), like(ref.weight.detach())),
-            direction=direction,
-            bias=like(parts.bias),
-            ref_bias=like(None if ref.bias is None else ref.bias.detach()),
-            softcap=parts.softcap,
-            ref_softcap=ref.softcap,
-            scale=parts.scale,
-            ref_scale=ref.scale,
-        ).kl
+        ref_hidden = states[places.to(states.device)]
+        heads = {"hidden": hidden, "weight": parts.weight, **parts.options}
+        heads |= {"ref_hidden": ref_hidden, **theirs}
+        for name, x in heads.items():
+            if isinstance(x, Tensor):
+                x = x.detach() if name.startswith("ref_") else x
+                heads[name] = x.to(hidden.device, dtype)
+        return linear_exact_kl(**heads, direction=direction).kl
 
     return _scored("model", model, batch, from_heads)[0]
 

@@ -1,11 +1,12 @@
-"""Models whose results depend on the length of a call, and how long a call may be."""
+"""Models whose results depend on the length of a call, and how long a sequence may be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fusedrl.compat.torch import buffers_of, parameters_of
+from fusedrl.models.split import text_config
 
 # Rotary embeddings whose frequencies depend on the longest position of the call.
 _FOLLOWING = ("dynamic", "longrope", "su")
@@ -22,34 +23,38 @@ def shared_below(config: Any) -> int | None:
     call; 0 if it does not say from which length on.
     """
     settings = [*_settings(config)]
-    if not any(_follows(x.get("rope_type", x.get("type"))) for x in settings):
+    types = [str(x.get("rope_type", x.get("type"))) for x in settings]
+    if not any(name in each for each in types for name in _FOLLOWING):
         return None
     told = [x.get(name) for x in settings for name in _TRAINED]
     return min((length for length in told if isinstance(length, int)), default=0)
 
 
-def _follows(rope_type: Any) -> bool:
-    """Whether a rotary type depends on the length of the call."""
-    return isinstance(rope_type, str) and any(name in rope_type for name in _FOLLOWING)
-
-
 def _settings(config: Any) -> Iterator[Mapping[str, Any]]:
     """A configuration, those nested in it, and each mapping in them."""
-    pending = [config]
-    while pending:
-        value = pending.pop()
-        value = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        yield value
-        pending += [x for x in value.values() if isinstance(x, Mapping) or hasattr(x, "model_type")]
+    value = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    yield value
+    for x in value.values():
+        if isinstance(x, Mapping) or hasattr(x, "model_type"):
+            yield from _settings(x)
 
 
-def context_of(config: Any) -> int | None:
-    """The number of positions that a configuration names, or ``None``."""
-    told = (getattr(config, name, None) for name in _CONTEXTS)
-    return next((value for value in told if isinstance(value, int)), None)
+def check_context(model: Any, lengths: Sequence[int]) -> None:
+    """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
+
+    Only a table of positions is a bound, beyond which a GPU's error would end the process.
+    """
+    told = [getattr(text_config(model), name, None) for name in _CONTEXTS]
+    context = next((value for value in told if isinstance(value, int)), None)
+    longest = max(lengths, default=0)
+    if context is not None and longest > context and _has_table(model, context):
+        raise ValueError(
+            f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, the "
+            f"model's context, got {longest}; truncate or split it"
+        )
 
 
-def positions_held(model: Any, context: int) -> bool:
+def _has_table(model: Any, context: int) -> bool:
     """Whether a model holds a table of as many positions as its context has, and no more.
 
     Such a table may be learned positions, or sines or a causal mask that are computed once. Rotary

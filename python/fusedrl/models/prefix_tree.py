@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,16 +98,3 @@ def laid_out(lengths: Sequence[int], shared: Sequence[int]) -> list[Part]:
         parts.append(Part(path, first, len(own)))
         first += len(own)
     return parts
-
-
-def row_of(rows: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> dict[str, Any]:
-    """The ids and positions of one row of sequences, each with the tokens of its own."""
-    common = [len(part.path) - part.own for part in parts]
-    ids = torch.cat([row[first:] for row, first in zip(rows, common, strict=True)])
-    positions = torch.cat(
-        [
-            torch.arange(first, len(part.path), device="cpu")
-            for part, first in zip(parts, common, strict=True)
-        ]
-    )
-    return {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}

@@ -24,7 +24,7 @@ from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharde
 logger = logging.getLogger("fusedrl")
 
 SILENCE = timedelta(seconds=20)  # after which a rank says that it waits for others
-FROM_STATES, FROM_LOGITS = 1, 2  # ways to compute log-probs
+FROM_STATES, FROM_LOGITS, UNKNOWN = 1, 2, 3  # ways to compute log-probs, or either
 
 
 class Apart(RuntimeError):

@@ -27,7 +27,6 @@ from fusedrl.compat.torch import (
 )
 from fusedrl.compat.transformers import attention_functions, attention_of
 from fusedrl.models.as_forward import as_forward
-from fusedrl.models.without_adapters import WithoutAdapters
 
 # Types that are decoder and head alone, in which attention alone mixes tokens, each tested in
 # tests/models with sequences longer than its windows. A comparison is too short to show a window.
@@ -42,10 +41,6 @@ MAKERS = frozenset(("transformers", "torch", "accelerate", "peft", "trl"))
 # Beside them those whose layers stand in the place of theirs inside of a decoder.
 MAKERS_OF_LAYERS = MAKERS | {"liger_kernel", "bitsandbytes", "torchao", "kernels"}
 ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
-
-
-class CannotSplit(Exception):
-    """A model's log-probs have to come from its own logits; the message says why."""
 
 
 class Parts(NamedTuple):
@@ -96,10 +91,14 @@ class Parts(NamedTuple):
             return {}
         mesh = weight.device_mesh
         each = -(-self.classes // mesh.size())  # as torch.chunk cuts it
-        return {
-            "vocab_offset": min(mesh.get_local_rank() * each, self.classes),
-            "vocab_group": mesh.get_group(),
-        }
+        first = min(mesh.get_local_rank() * each, self.classes)
+        return {"vocab_offset": first, "vocab_group": mesh.get_group()}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What our ops take beside hidden states and the weight of the head."""
+        known = {"bias": self.bias, "softcap": self.softcap, "scale": self.scale}
+        return {**known, **self.shard}
 
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
@@ -141,13 +140,6 @@ def _whole(hidden: Any) -> Tensor:
     return hidden.full_tensor() if is_dtensor(hidden) else hidden
 
 
-def unwrapped(model: Any) -> tuple[Any, AbstractContextManager[None]]:
-    """The model to call, and the context in which its adapters are as they should be."""
-    if isinstance(model, WithoutAdapters):
-        return model.adapted, model.disabled()
-    return model, nullcontext()
-
-
 def autocast_of(device: torch.device) -> torch.dtype | None:
     """The dtype of autocast on this kind of device; ``None`` where it is off."""
     if not torch.is_autocast_enabled(device.type):
@@ -186,81 +178,85 @@ def chain_of(model: Any) -> list[Any]:
 
 def vocabulary_of(model: Any) -> int | None:
     """How many ids a model embeds; ``None`` if it does not say."""
-    try:
-        return chain_of(model)[-1].get_input_embeddings().num_embeddings
-    except (AttributeError, NotImplementedError):
-        return None
+    return _size_of(model, "get_input_embeddings", "num_embeddings")
 
 
 def classes_of(model: Any) -> int | None:
     """How many logits a token has; ``None`` if the model does not say."""
-    base = chain_of(model)[-1]
+    return _size_of(model, "get_output_embeddings", "out_features")
+
+
+def _size_of(model: Any, getter: str, size: str) -> int | None:
     try:
-        return base.get_output_embeddings().weight.shape[0]
+        return getattr(getattr(chain_of(model)[-1], getter)(), size)
     except (AttributeError, NotImplementedError):
-        config: Any = getattr(base, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return getattr(config, "vocab_size", None)
+        return None
 
 
-def split(model: Any) -> Parts:
-    """The parts of a transformers causal LM, or of peft's, torch's and DDP's wrappers around one.
+def text_config(model: Any) -> Any:
+    """The configuration of a model's text decoder, or its only one; ``None`` without any."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
-    Raises:
-        CannotSplit: the model's type is not :data:`TESTED`, a class around its decoder and head has
-            another forward than that of its library, or a call of both would leave something out:
-            hooks on the model or the head, what it learns elsewhere, or the way in which a sharded
-            or quantised head is multiplied.
+
+def fits(model: Any) -> str | None:
+    """Why a model has to be asked for its own logits; ``None`` if it may be taken apart.
+
+    It may if it is a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft's,
+    torch's or DDP's around one, and a call of its decoder and of its head leaves nothing out. This
+    is looked at in each call.
     """
     chain = chain_of(model)
     base = chain[-1]
-    for wrapper in chain:
-        for adapters in getattr(wrapper, "peft_config", {}).values():
-            if adapters.is_prompt_learning:
-                raise CannotSplit("it learns prompts, which enter outside of the decoder")
-            if getattr(adapters, "alora_invocation_tokens", None):
-                raise CannotSplit("it has adapters that some tokens activate")
     # Asked of the class, because FSDP passes attributes on but would not see this forward.
-    if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):
-        raise CannotSplit("it is no transformers model with a decoder and output embeddings")
-    decoder, head = base.get_decoder(), base.get_output_embeddings()
-    if decoder is None or decoder is base or not hasattr(base, "config"):
-        raise CannotSplit("it names no decoder, or has no configuration")
-    config = base.config.get_text_config()
+    named = all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings"))
+    decoder, config = base.get_decoder() if named else None, text_config(base)
+    if decoder is None or decoder is base or config is None:
+        return "it is no transformers model with a decoder and output embeddings"
     kind, attention = config.model_type, attention_of(config)
     if kind not in TESTED or attention not in ATTENTIONS:
-        raise CannotSplit(
-            f"its type {kind} with the attention {attention} is not one of the tested"
-        )
+        return f"its type {kind} with the attention {attention} is not one of the tested"
     if not all(map(_is_known, attention_functions(config))):
-        raise CannotSplit(f"the attention {attention} is not transformers' own")
+        return f"the attention {attention} is not transformers' own"
+    head = base.get_output_embeddings()
     kind = class_of(head)
     if kind is not nn.Linear:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        raise CannotSplit(f"its head is a {name}, not a torch.nn.Linear")
+        return f"its head is a {kind.__module__}.{kind.__qualname__}, not a torch.nn.Linear"
     for module in (*chain, decoder, head):
         if not _is_known(module.forward):
-            raise CannotSplit(f"the forward of its {type(module).__name__} is not its library's")
-    gathered = any(map(is_fully_sharded, (*chain, head)))
-    if not gathered and type(head.weight) is not nn.Parameter and not _is_shard(head.weight):
-        raise CannotSplit("the weight of its head is sharded or offloaded")
-    if head.weight.is_meta or not head.weight.numel():
-        raise CannotSplit("the weight of its head is sharded or offloaded")
+            return f"the forward of its {type(module).__name__} is not its library's"
+    weight = head.weight
+    whole = any(map(is_fully_sharded, (*chain, head))) or type(weight) is nn.Parameter
+    if weight.is_meta or not weight.numel() or not (whole or _is_shard(weight)):
+        return "the weight of its head is sharded or offloaded"
     if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
-        raise CannotSplit("it has hooks, which would not see the forward")
+        return "it has hooks, which would not see the forward"
+    # Those of a bias, a temperature, or prompts that are learned.
     around = modules_of(chain[0], without=(decoder, head))
     if any(parameters_of(module) or buffers_of(module) for module in around):
-        raise CannotSplit("it has parameters or buffers beside its decoder and head")
-    decode = _compiled_as(decoder, *chain)
+        return "it has parameters or buffers beside its decoder and head"
+    adapters = [x for each in chain for x in getattr(each, "peft_config", {}).values()]
+    if any(getattr(x, "alora_invocation_tokens", None) for x in adapters):
+        return "it has adapters that some tokens activate"
+    return None
+
+
+def parts_of(model: Any) -> Parts:
+    """The parts of a model that :func:`fits`."""
+    chain = chain_of(model)
+    base = chain[-1]
+    decoder, head, config = base.get_decoder(), base.get_output_embeddings(), text_config(base)
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    gathered = any(map(is_fully_sharded, (*chain, head)))
     return Parts(
         model,
         base,
         decoder,
-        decode,
+        _compiled_as(decoder, *chain),
         head,
-        _scale(base, config),
-        getattr(config, "final_logit_softcapping", None),
-        config,
+        scale=getattr(base, "logit_scale", None) if divisor is None else 1 / divisor,  # Cohere
+        softcap=getattr(config, "final_logit_softcapping", None),
+        config=config,
         shared=gathered or any(isinstance(m, DistributedDataParallel) for m in chain),
         gathered=gathered,
     )
@@ -287,12 +283,6 @@ def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
     if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone
         return inspect.getclosurevars(call).nonlocals.get("self")
     return getattr(module, "dynamo_ctx", None)
-
-
-def _scale(base: Any, config: Any) -> float | None:
-    """The factor of the logits, by the names that transformers' models give it."""
-    divisor = getattr(config, "logits_scaling", None)  # Granite
-    return getattr(base, "logit_scale", None) if divisor is None else 1 / divisor  # Cohere
 
 
 def _is_known(forward: Any, makers: frozenset[str] = MAKERS) -> bool:

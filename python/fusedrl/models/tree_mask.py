@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.prefix_tree import BLOCK, Part
+from fusedrl.models.prefix_tree import BLOCK, Part, laid_out
+from fusedrl.models.split import Parts
+
+# Tokens in a row whose sequences share beginnings, if the caller sets no bound, for the attentions
+# that take a mask. The more sequences in a row, the more they share; eager attention stores its
+# square.
+SHARING = {"sdpa": 4096, "eager": 1024}
 
 # Types of decoders that have the window of their configuration in every layer, and those that have
 # it in some and take a mask for each kind of layer. Others ignore what their configuration says.
@@ -193,26 +200,50 @@ class TreeMask(Tensor):
             return mask.tree.attend(*args, **kwargs)
         if func in _ASKED:
             return super().__torch_function__(func, types, args, kwargs)
-        return func(*map(_made, args), **{name: _made(value) for name, value in kwargs.items()})
+        args, kwargs = map_leaves(_made, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _made(value: Any) -> Any:
-    if isinstance(value, TreeMask):
-        return value.tree.dense(value.device)[None, None]
-    return type(value)(map(_made, value)) if type(value) in (list, tuple) else value
+    made = isinstance(value, TreeMask)
+    return value.tree.dense(value.device)[None, None] if made else value
 
 
-def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mapping[str, Tensor]:
-    """What a decoder takes as ``attention_mask`` for a row of sequences.
+def row_of(
+    rows: Sequence[Tensor], shared: Sequence[int], model: Parts, follows: bool = False
+) -> tuple[list[Part], dict[str, Any]]:
+    """Where sequences are in one row, and the row as inputs of a model's decoder.
+
+    Positions that start again keep the sequences apart, or a mask where any share tokens.
 
     Args:
-        parts: where each sequence is in the row.
-        config: the configuration of a decoder that packs, with the attention ``sdpa`` or ``eager``.
-        like: a tensor of the decoder's device and dtype.
+        rows: token ids of the sequences, each ``[T]``.
+        shared: how many tokens each shares with the one before it.
+        model: decoder and head, with the attention ``sdpa`` or ``eager`` if there is a mask.
+        follows: whether there is a mask in any case.
     """
-    longest = max(len(part.path) for part in parts)
+    device = model.embeddings.device
+    parts = laid_out([len(row) for row in rows], shared)
+    ids = torch.cat([row[first:] for row, first in zip(rows, shared, strict=True)])
+    positions = [
+        torch.arange(first, len(row), device="cpu") for row, first in zip(rows, shared, strict=True)
+    ]
+    inputs = {
+        "input_ids": ids[None].to(device),
+        "position_ids": torch.cat(positions)[None].to(device),
+    }
+    if follows or any(shared):
+        inputs["attention_mask"] = _mask_of(parts, model)
+    return parts, inputs
+
+
+def _mask_of(parts: Sequence[Part], model: Parts) -> Any:
+    """What a decoder takes as ``attention_mask``, for each kind of its layers if there are two."""
+    config, like = model.config, model.embeddings
     mixed = config.model_type in _MIXED
     window = config.sliding_window if mixed or config.model_type in _WINDOWED else None
+    if window is not None and window >= max(len(part.path) for part in parts):
+        window = None
 
     def made(window: int | None) -> Tensor:
         tree = Tree(parts, window, like.device)
@@ -226,8 +257,7 @@ def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mappin
         nothing = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
         return nothing.masked_fill_(~allowed, torch.finfo(like.dtype).min)
 
-    short = window is not None and window < longest
     if not mixed:
-        return made(window if short else None)
-    full = made(None)  # in this form too if all tokens are within every window
-    return {"full_attention": full, "sliding_attention": made(window) if short else full}
+        return made(window)
+    full = made(None)
+    return {"full_attention": full, "sliding_attention": full if window is None else made(window)}
