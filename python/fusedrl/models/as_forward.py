@@ -31,20 +31,9 @@ def as_forward(
     """Results of ``function``, which runs as the forward of ``module`` while ``call`` calls that.
 
     FSDP gathers weights before a forward, and hangs what it does in the backward pass on the
-    tensors that leave it; DDP and others are wrapped around it. All of them are in force here.
-
-    Args:
-        module: whose forward it is.
-        function: gets the positional arguments of the call.
-        call: calls the module or what is around it, once.
-
-    Returns:
-        The values as ``function`` returned them, whatever they are rounded to on the way out. Their
-        gradients go the way that the module's output took.
-
-    Raises:
-        Exception: what ``function`` raised, after all that is around the module has ended as after
-            a forward that returned nothing.
+    tensors that leave it; DDP and others are wrapped around it. All of them are in force here. The
+    values are those of ``function``, whatever they are rounded to on the way out. An error in it is
+    raised when all that is around the module has ended.
     """
     place = _PLACES.setdefault(module, _Place())
     place.function, place.found, place.error = function, [], None
@@ -79,14 +68,13 @@ class _Place:
     """
 
     def __init__(self) -> None:
-        self.function: Callable[..., tuple[Tensor, ...]] | None = None
+        self.function: Any = None
         self.found: list[tuple[Tensor, ...]] = []
         self.error: BaseException | None = None
         # What is compiled in it is compiled by itself: the decoder.
         self.forward = torch.compiler.disable(self._forward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        assert self.function is not None
         try:
             self.found.append(self.function(*args))
         except BaseException as error:  # FSDP takes a forward that raises for one that still runs

@@ -19,7 +19,6 @@ from torch import nn
 
 from fusedrl.compat.torch import hooks_of, is_compiled_function
 from fusedrl.models.comparison import Verdict, compare_batch, compare_parts
-from fusedrl.models.lengths import shared_below
 from fusedrl.models.ranks import FROM_STATES, UNKNOWN, Step
 from fusedrl.models.split import (
     Parts,
@@ -30,6 +29,7 @@ from fusedrl.models.split import (
     foreign_in,
     modules_of,
     parts_of,
+    shared_below,
     vocabulary_of,
 )
 
@@ -49,8 +49,7 @@ class Capabilities(NamedTuple):
         parts: decoder and head, of which sequences share a row; ``None`` if the model is asked for
             its own logits.
         together: whether several sequences share a forward pass.
-        below: sequences share a forward pass only if they are shorter than this; longer ones would
-            change the results of others in it. ``None`` for no such limit.
+        below: of these sequences, the length that none reaches; ``None`` for any length.
         autocast: the dtype of autocast in which the parts compute what the model does.
         shares: whether sequences in a row may have a common beginning once.
     """
@@ -62,20 +61,17 @@ class Capabilities(NamedTuple):
     shares: bool
 
 
+# What was found of a model in the states that it has been in.
 _verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Verdict]]] = WeakKeyDictionary()
 _warned: set[tuple[type, str]] = set()
 
 
 def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> Capabilities | None:
-    """What is known of a model, without a forward pass of it; ``None`` if it has to be compared.
-
-    Args:
-        model: the model, or a module around it.
-        kwargs: further arguments of the model's forward pass, used when its logits are needed.
-    """
-    parts, below, now = _look_at(model, fits(model), kwargs)
+    """What is known of a model, without a forward pass of it; ``None`` if it has to be compared."""
+    parts = parts_of(model) if fits(model) is None else None
+    now = _state(model, parts, kwargs or {})
     found = next((verdict for then, verdict in _verdicts.get(model, ()) if then == now), None)
-    return None if found is None else _allowed(parts, below, found)
+    return None if found is None else _allowed(model, parts, found)
 
 
 def capabilities_of(
@@ -99,52 +95,45 @@ def capabilities_of(
     if known is not None:
         return known
     why = fits(model)
-    _warn(model, why)
-    parts, below, now = _look_at(model, why, kwargs)
+    parts = parts_of(model) if why is None else None
+    now = _state(model, parts, kwargs or {})
     step = step or Step(None)
     whole, _ = step.agree(ways=UNKNOWN if parts is None else FROM_STATES)
     if whole or parts is None:
         ids = vocabulary_of(model) or known_ids
         verdict = compare_batch(model, device_of(model), ids, kwargs or {})
     else:
-        verdict = _compared_parts(parts, below, step)
-    _warn(model, verdict.why)
+        verdict = _compared_parts(parts, step)
+    for reason in (why, verdict.why):
+        if reason is not None and (type(model), reason) not in _warned:
+            _warned.add((type(model), reason))
+            text = "%s: %s; its log-probs are computed from all its logits"
+            logger.warning(text, type(model).__name__, reason)
     if verdict.telling:
         _verdicts[model] = [(now, verdict), *_verdicts.get(model, ())][:KEPT]
-    return _allowed(parts, below, verdict)
+    return _allowed(model, parts, verdict)
 
 
-def _allowed(parts: Parts | None, below: int | None, verdict: Verdict) -> Capabilities:
+def _allowed(model: Any, parts: Parts | None, verdict: Verdict) -> Capabilities:
     same = verdict.why is None
+    below = shared_below(getattr(parts.base if parts else model, "config", None))
     parts = parts if same and verdict.splits else None
     return Capabilities(parts, same, below, verdict.autocast, same and verdict.shares)
 
 
-def _look_at(
-    model: Any, why: str | None, kwargs: Mapping[str, Any] | None
-) -> tuple[Parts | None, int | None, Any]:
-    """A model's parts, the length that matters to it, and what must be the same for a verdict."""
-    parts = parts_of(model) if why is None else None
-    config = getattr(parts.base if parts else model, "config", None)
-    autocast = autocast_of(parts.weight.device if parts else device_of(model))
-    scale = parts and parts.scale
-    return (
-        parts,
-        shared_below(config),
-        (*(_state(model), _copied(config), parts is None, scale, autocast, sorted(kwargs or {})),),
-    )
+def _state(model: nn.Module, parts: Parts | None, kwargs: Mapping[str, Any]) -> list[Any]:
+    """What must be as it was for a verdict to hold, none of it kept alive.
 
-
-def _state(model: nn.Module) -> list[Any]:
-    """The modules of a model, their types, forwards, modes and hooks, none of them kept alive.
-
-    A verdict holds while they, the configuration and autocast are as they were. What has to hold of
-    the model around its decoder is looked at in each call (``split``), and the values of weights
-    do not matter.
+    These are the modules of a model, their types, forwards, modes and hooks, the configuration and
+    autocast. What has to hold of the model around its decoder is looked at in each call, and the
+    values of weights do not matter.
     """
+    device = parts.weight.device if parts else device_of(model)
+    config = _copied(getattr(parts.base if parts else model, "config", None))
+    found: list[Any] = [config, parts and (parts.scale,), autocast_of(device), sorted(kwargs)]
     modules = modules_of(model)
     kinds = dict.fromkeys(map(type, modules))
-    found: list[Any] = [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
+    found += [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
     found += map(ref, modules)
     for module in modules:
         known, (before, behind) = vars(module), hooks_of(module)
@@ -163,7 +152,7 @@ def _copied(value: Any) -> Any:
     return _copied(vars(value)) if hasattr(value, "model_type") else value
 
 
-def _compared_parts(parts: Parts, below: int | None, step: Step) -> Verdict:
+def _compared_parts(parts: Parts, step: Step) -> Verdict:
     """A verdict that all ranks share."""
     stranger = foreign_in(parts.decoder)
     strange, _ = step.agree(ways=FROM_STATES if stranger is None else UNKNOWN)
@@ -172,7 +161,7 @@ def _compared_parts(parts: Parts, below: int | None, step: Step) -> Verdict:
     verdict = Verdict("its numbers differ on another rank")
     for first in FIRST_IDS:
         try:
-            found = compare_parts(parts, below, first)
+            found = compare_parts(parts, first)
         except Exception as error:  # which may not happen again
             found = Verdict(f"trying it raised {error!r}", telling=False)
         differs, _ = step.agree(ways=FROM_STATES if found.why is None else UNKNOWN)
@@ -182,25 +171,18 @@ def _compared_parts(parts: Parts, below: int | None, step: Step) -> Verdict:
     return verdict
 
 
-def _warn(model: Any, why: str | None) -> None:
-    if why is not None and (type(model), why) not in _warned:
-        _warned.add((type(model), why))
-        kind = type(model).__name__
-        logger.warning("%s: %s; its log-probs are computed from all its logits", kind, why)
-
-
 def may_share(parts: Parts) -> bool:
     """Whether a model that can share beginnings may do so now, which no verdict knows.
 
     Dropout would be drawn once for all sequences, and a compiled decoder be compiled once more for
     each tree.
     """
-    for module in modules_of(parts.model):
-        if is_compiled_function(module.forward) or compiler_of(module) is not None:
-            return False
-        if module.training and _drops(module):
-            return False
-    return parts.decode is parts.decoder
+    return parts.decode is parts.decoder and not any(
+        is_compiled_function(module.forward)
+        or compiler_of(module) is not None
+        or (module.training and _drops(module))
+        for module in modules_of(parts.model)
+    )
 
 
 def _drops(module: nn.Module) -> bool:

@@ -14,11 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import DispatchMode
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.prefix_tree import Part
-from fusedrl.models.split import Parts, autocast_as, autocast_of, uncompiled
+from fusedrl.models.split import Parts, autocast_as, autocast_of, shared_below, uncompiled, whole_of
 from fusedrl.models.tree_mask import SHARING, row_of
 from fusedrl.ops import linear_token_log_probs
 
@@ -47,22 +46,21 @@ class Verdict(NamedTuple):
     splits: bool = True
 
 
-def compare_parts(parts: Parts, below: int | None, first: int = 0) -> Verdict:
+def compare_parts(parts: Parts, first: int = 0) -> Verdict:
     """Compare log-probs of sequences that share a row with the model's own logits of each alone.
 
     Args:
         parts: decoder and head.
-        below: the length from which on the model says that its calls depend on their length.
         first: the first token id.
     """
     device = parts.embeddings.device
-    rows = _rows(min(parts.classes, len(parts.embeddings)), first)
+    rows = _rows(min(len(parts.head.weight), len(parts.embeddings)), first)
     model = parts.base.forward if parts.shared else uncompiled(parts.model)
     verdict = Verdict(PARTS_DIFFER)
 
     def ask(row: Tensor) -> Tensor:
         ids = row[None].to(device)
-        return _whole(model(input_ids=ids, use_cache=False, return_dict=True).logits)
+        return whole_of(model(input_ids=ids, use_cache=False, return_dict=True).logits)
 
     def compare() -> tuple[Tensor, ...]:
         nonlocal verdict
@@ -71,7 +69,7 @@ def compare_parts(parts: Parts, below: int | None, first: int = 0) -> Verdict:
         if len(seen.autocasts) == 1:
             (autocast,) = seen.autocasts
             with autocast_as(device, autocast):
-                verdict = _compared(parts, rows, alone, below, autocast)
+                verdict = _compared(parts, rows, alone, autocast)
         return (torch.zeros(1, device=device),)
 
     with _trial(device, parts) as seen:
@@ -84,13 +82,12 @@ def _compared(
     parts: Parts,
     rows: list[Tensor],
     alone: list[Tensor],
-    below: int | None,
     autocast: torch.dtype | None,
 ) -> Verdict:
     own = torch.cat(alone, 1)[0].float()
     ids = torch.cat(rows).to(own.device)
     theirs = own.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
-    near = _tolerance(parts.base, alone[0].dtype, autocast or alone[0].dtype) * _largest(own)
+    near = _rounding(parts.base, own, alone[0].dtype, autocast or alone[0].dtype)
 
     def score(hidden: Tensor) -> tuple[Tensor, ...]:
         here = ids.to(hidden.device)
@@ -104,6 +101,7 @@ def _compared(
 
     # Positions start again, and a token far ahead shows whether a call's length matters.
     tree, inputs = row_of([*rows, rows[0][:1]], [0, 0, 0], parts)
+    below = shared_below(parts.base.config)
     inputs["position_ids"][0, -1] = FAR if below is None else max(below - 1, 0)
     same = _causal(alone, near) and agrees(tree, inputs)
     shares = same and attention_of(parts.config) in SHARING
@@ -123,7 +121,7 @@ def compare_batch(
     def ask(rows: list[Tensor]) -> Tensor:
         ids = pad_sequence(rows, batch_first=True).to(device)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
-        return _whole(model(ids, attention_mask=mask, **kwargs)["logits"])[:, -ids.shape[1] :]
+        return whole_of(model(ids, attention_mask=mask, **kwargs)["logits"])[:, -ids.shape[1] :]
 
     rows = _rows(vocabulary)
     short = [rows[0][:-1], rows[1][:COMMON]]  # the length of a call may matter too
@@ -136,7 +134,7 @@ def compare_batch(
             padded = ask(short)
         except Exception:  # the model takes no batch, or no mask
             padded = []
-    near = _tolerance(model, torch.float32) * _largest(torch.cat(alone, 1))
+    near = _rounding(model, torch.cat(alone, 1), torch.float32)
     causal = _causal(alone, near)
     if not causal and getattr(getattr(model, "config", None), "is_decoder", None) is False:
         raise TypeError(
@@ -156,21 +154,14 @@ def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
     return [ids[:LENGTH], torch.cat((ids[:COMMON], ids[LENGTH:]))]
 
 
-def _whole(values: Any) -> Tensor:
-    return values.full_tensor() if is_dtensor(values) else values
-
-
-def _tolerance(model: Any, *dtypes: torch.dtype) -> float:
-    """How far apart rounding takes values, beside the largest logit."""
-    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return 5e-2 if min(torch.finfo(x).bits for x in (*weights, *dtypes)) <= 16 else 2e-4
-
-
-def _largest(logits: Tensor) -> float:
-    """The largest finite logit; -1 if there is a NaN, with which nothing agrees."""
+def _rounding(model: Any, logits: Tensor, *dtypes: torch.dtype) -> float:
+    """How far apart rounding takes values; below 0 if there is a NaN, with which nothing agrees."""
     if bool(logits.isnan().any()):
         return -1.0
-    return logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    half = min(torch.finfo(x).bits for x in (*weights, *dtypes)) <= 16
+    largest = logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return (5e-2 if half else 2e-4) * largest
 
 
 def _causal(alone: list[Tensor], near: float) -> bool:

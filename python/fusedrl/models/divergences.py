@@ -93,7 +93,7 @@ def _scored(
     """What ``function`` makes of the states of kept tokens, ``[N, ...]``, and the model's parts."""
     with planned(model, *batch) as plan:
         parts = plan.capabilities.parts
-        if parts is None or parts.shard or (name == "teacher" and parts.gathered):
+        if parts is None or parts.sharded or (name == "teacher" and parts.gathered):
             raise ValueError(
                 f"{name}: expected a model whose decoder and head can be called by themselves, "
                 f"got {type(plan.model).__name__}; use the k3 estimate with it"

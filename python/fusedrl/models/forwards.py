@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.capabilities import Capabilities, may_share
 from fusedrl.models.prefix_tree import cut, in_order, shared_with_former
-from fusedrl.models.split import Parts
+from fusedrl.models.split import Parts, device_of
 from fusedrl.models.tree_mask import SHARING, row_of
 
 
@@ -26,13 +26,10 @@ class Scored(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A forward pass.
+    """The inputs of a forward pass, and where the kept tokens of the pack are, at ``places`` there.
 
-    Args:
-        inputs: of the decoder or the model.
-        places: places of the kept tokens in the pack.
-        predicting: places in the pass, flattened, of the tokens before them, which predict them.
-        follows: whether attention follows the sequences by a mask that knows them.
+    ``predicting`` are the places in the pass, flattened, of the tokens before them. Attention
+    ``follows`` the sequences by a mask that knows them, or takes their positions or padding.
     """
 
     inputs: dict[str, Any]
@@ -65,20 +62,14 @@ def nothing_of(tokens: Tensor) -> Scored:
 
 
 def passes_of(
-    found: Capabilities, work: list[Scored], device: torch.device, limit: int | None, share: bool
+    model: Any, found: Capabilities, work: list[Scored], limit: int | None, share: bool
 ) -> list[Pass]:
     """The forward passes over sequences, of at most ``limit`` tokens where sequences share them.
 
     Shorter sequences first: those that are computed alone leave a model that remembers the longest
     call (dynamic NTK) as a sequence of their own length would.
-
-    Args:
-        found: what the model allows.
-        work: the sequences.
-        device: where a forward pass begins.
-        limit: tokens in a pass; ``None`` for a usual number.
-        share: whether beginnings may be computed once.
     """
+    device = found.parts.embeddings.device if found.parts else device_of(model)
     together, alone = [], []
     for row in work:
         short = found.below is None or len(row.tokens) < found.below

@@ -68,7 +68,7 @@ def causal_log_probs(
         kept, one is computed, so that the gradients are 0 and not missing.
 
     Raises:
-        TypeError: the model is not a causal language model, or lengths are not integers.
+        TypeError: tokens of the model see later ones.
         ValueError: lengths or mask do not fit the tokens, the model has no positions for so long a
             sequence, or an id is outside of its vocabulary.
 
@@ -129,22 +129,10 @@ def _from_logits(plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
             output = plan.model(ids, **inputs, **plan.kwargs)
         # Other ranks may have begun the next pass.
         with plan.step.collective() if number < len(plan.passes) else nullcontext():
-            logits = _logits_of(plan.model, output, ids)
+            # Behind what prompt tuning puts before.
+            logits = output["logits"][:, -ids.shape[1] :]
             check_all_classes(logits.shape[-1], vocabulary_of(plan.model))
             check_vocabulary(plan.tokens, logits.shape[-1], one.places)
             result = token_log_probs(logits, ids, mask, shift=True, **options)
             scored.append([column[mask] for column in result if column is not None])
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
-
-
-def _logits_of(model: Any, output: Any, ids: Tensor) -> Tensor:
-    """The logits ``[B, T, V]`` of ``ids``, ``[B, T]``, behind what prompt tuning puts before."""
-    logits = output.get("logits") if isinstance(output, Mapping) else None
-    shape = list(getattr(logits, "shape", []))
-    rows, width = ids.shape
-    if logits is None or len(shape) != 3 or shape[0] != rows or shape[1] < width:
-        raise TypeError(
-            f"model: expected a causal language model with logits [{rows}, {width}, V], got "
-            f"{type(model).__name__} with {shape or 'none'}; load it with AutoModelForCausalLM"
-        )
-    return logits[:, shape[1] - width :]

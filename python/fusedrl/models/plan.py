@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import index
+from operator import index as int_of
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.following import one_version
+from fusedrl.compat.torch import buffers_of, parameters_of
 from fusedrl.compat.transformers import has_reentrant_checkpoints
 from fusedrl.models.capabilities import Capabilities, capabilities_of, known_capabilities
 from fusedrl.models.comparison import UNCOMPILED
@@ -23,22 +24,19 @@ from fusedrl.models.forwards import (
     passes_of,
     scored_sequences,
 )
-from fusedrl.models.lengths import check_context
 from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, UNKNOWN, Step, together
-from fusedrl.models.split import Parts, autocast_as, device_of, modules_of, vocabulary_of
+from fusedrl.models.split import Parts, autocast_as, modules_of, text_config, vocabulary_of
 from fusedrl.models.without_adapters import WithoutAdapters
+
+_CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+# Learned positions may begin at an offset, as those of OPT and BART do.
+_OFFSET = 8
 
 
 class Plan(NamedTuple):
-    """The forward passes of a call of :func:`causal_log_probs` or its like.
+    """The forward passes of a call over the kept ones of ``tokens``, ``[N]`` on the CPU.
 
-    Args:
-        model: the model to call.
-        tokens: packed token ids ``[N]``, on the CPU.
-        kwargs: further arguments of the model's forward pass, used when its logits are needed.
-        capabilities: what the model allows.
-        passes: at least one, over the kept tokens.
-        step: what the ranks of the model agree on.
+    ``kwargs`` are for a model that is asked for its logits. The ranks of a model agree in ``step``.
     """
 
     model: Any
@@ -80,15 +78,15 @@ def planned(
     the one with the most.
     """
     with together("log-probs", model) as step:
-        lengths = _checked_lengths(tokens, lengths, mask)
+        lengths = list(map(int_of, lengths))
+        _check_packed(tokens, lengths, mask)
         check_limit(max_tokens_per_forward)
         context: Any = nullcontext()
         if isinstance(model, WithoutAdapters):
             model, context = model.adapted, model.disabled()
-        _check_model(model)
         tokens = tokens.cpu().long()
         check_vocabulary(tokens, vocabulary_of(model))
-        check_context(model, lengths)
+        _check_context(model, lengths)
         work = scored_sequences(tokens, lengths, mask)
         kwargs = dict(model_kwargs or {})
         options = max_tokens_per_forward, share_prefixes, step.alone
@@ -104,27 +102,13 @@ def planned(
                 passes = _passes(model, found, tokens, work, *options)
                 _, most = step.agree(passes=len(passes))
             if len(passes) < (most := max(most, 1)):
-                empty = passes_of(found, [nothing_of(tokens)], _device_of(model, found), 1, False)
+                empty = passes_of(model, found, [nothing_of(tokens)], 1, False)
                 passes += empty * (most - len(passes))
             yield Plan(model, tokens, kwargs, found, passes, step)
 
 
-def _checked_lengths(tokens: Tensor, lengths: Any, mask: Tensor | None) -> list[int]:
-    """The lengths as a list, if they fit the tokens and the mask."""
-    try:
-        lengths = [index(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
-    except TypeError:
-        raise TypeError(
-            f"lengths: expected integers, one for each sequence, got {lengths!r}; pass a list"
-        ) from None
-    if any(n < 0 for n in lengths):
-        raise ValueError(f"lengths: expected numbers of tokens, got {min(lengths)}; 0 is the least")
-    for name, column in (("tokens", tokens), ("mask", tokens if mask is None else mask)):
-        if not isinstance(column, Tensor) or column.is_nested:
-            raise TypeError(
-                f"{name}: expected a plain tensor [N], got {type(column).__name__}; concatenate "
-                "the sequences with torch.cat"
-            )
+def _check_packed(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> None:
+    """Refuse what would be taken for other tokens, or for another mask."""
     other = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
     if tokens.dim() != 1 or other or sum(lengths) != len(tokens):
         raise ValueError(
@@ -136,18 +120,39 @@ def _checked_lengths(tokens: Tensor, lengths: Any, mask: Tensor | None) -> list[
             f"mask: expected bool of shape {tuple(tokens.shape)}, got {mask.dtype} of shape "
             f"{tuple(mask.shape)}; convert it with .bool(), and concatenate the sequences' masks"
         )
-    return lengths
 
 
-def _check_model(model: Any) -> None:
-    """Refuse what takes more than the ids of the tokens to score."""
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not isinstance(model, nn.Module) or hasattr(model, "in_keys") or encodes:
-        raise TypeError(
-            f"model: expected a causal language model, whose forward takes token ids alone, got "
-            f"{type(model).__name__}; load one with AutoModelForCausalLM, and pass the model that "
-            "a wrapper has"
+def _check_context(model: Any, lengths: Sequence[int]) -> None:
+    """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
+
+    Only a table of positions is a bound, beyond which a GPU's error would end the process.
+    """
+    told = [getattr(text_config(model), name, None) for name in _CONTEXTS]
+    context = next((value for value in told if isinstance(value, int)), None)
+    longest = max(lengths, default=0)
+    if context is not None and longest > context and _has_table(model, context):
+        raise ValueError(
+            f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, the "
+            f"model's context, got {longest}; truncate or split it"
         )
+
+
+def _has_table(model: Any, context: int) -> bool:
+    """Whether a model holds a table of as many positions as its context has, and no more.
+
+    Such a table may be learned positions, or sines or a causal mask that are computed once. Rotary
+    embeddings, ALiBi and recurrent states have none, and run beyond the context.
+    """
+    inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for module in model.modules():
+        rows = getattr(module, "num_embeddings", None)
+        if isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET:
+            return True
+        own = [*buffers_of(module).values()]
+        own += [weight for name, weight in parameters_of(module).items() if "pos" in name]
+        if any(x is not None and x.dim() > 1 and context in x.shape for x in own):
+            return True
+    return False
 
 
 def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:
@@ -178,11 +183,6 @@ def check_all_classes(classes: int, embedded: int | None) -> None:
         )
 
 
-def _device_of(model: Any, found: Capabilities) -> torch.device:
-    """Where a forward pass begins."""
-    return found.parts.embeddings.device if found.parts else device_of(model)
-
-
 def _passes(
     model: Any,
     found: Capabilities,
@@ -194,21 +194,18 @@ def _passes(
 ) -> list[Pass]:
     """The forward passes over the kept tokens, after a look whether they are in the head."""
     if found.parts is not None:
-        check_all_classes(found.parts.classes, len(found.parts.embeddings))
+        classes = len(found.parts.head.weight)
+        check_all_classes(classes, len(found.parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
-        check_vocabulary(tokens, found.parts.classes, torch.cat(places))
-    device, width = _device_of(model, found), max((len(row.tokens) for row in work), default=0)
-    everything = max(len(work) * width, 1)
-    if found.parts is None and not alone:
+        check_vocabulary(tokens, classes, torch.cat(places))
+    one = not alone and _takes_one_pass(model)
+    if one:
+        found = found._replace(parts=None)  # a padded batch, because a row would take longer
+    if not alone and found.parts is None:
         # What wraps the model may take one forward pass for one backward pass.
-        limit = limit or everything
-    passes = passes_of(found, work, device, limit, share)
-    if alone or len(passes) < 2 or not _takes_one_pass(model):
-        return passes
-    if everything * width < len(tokens) ** 2:  # as attention takes time
-        found = found._replace(parts=None)  # a padded batch, no row
-    passes = passes_of(found, work, device, limit or everything, share)
-    if len(passes) > 1:
+        limit = limit or max(len(work) * len(tokens), 1)
+    passes = passes_of(model, found, work, limit, share)
+    if one and len(passes) > 1:
         raise ValueError(
             f"max_tokens_per_forward: expected all tokens in one forward pass, which is all that a "
             f"DistributedDataParallel takes with reentrant checkpoints, got {len(passes)} passes; "
@@ -241,7 +238,7 @@ def at_kept_states(
                     states = parts.hidden(**one.inputs).flatten(0, 1)
                     hidden.append(states[one.predicting.to(states.device)])
             # Ranks with parts of a head put together what it makes.
-            with plan.step.collective() if parts.shard else nullcontext():
+            with plan.step.collective() if parts.sharded else nullcontext():
                 return parts.at_head(torch.cat(hidden), function)
 
     def run() -> tuple[Tensor, ...]:

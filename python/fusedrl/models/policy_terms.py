@@ -93,7 +93,7 @@ def causal_policy_terms(
 
 
 def _has_kernel(parts: Parts, autocast: torch.dtype | None) -> bool:
-    if parts.shard:  # no terms are known before the ranks have put their parts together
+    if parts.sharded:  # no terms are known before the ranks have put their parts together
         return False
     weight = parts.weight
     dtype = weight.dtype if autocast is None or weight.dtype == torch.float64 else autocast
@@ -111,7 +111,9 @@ def _task(
     entropy: bool,
 ) -> Task:
     """The task of the op, whose rows are the kept tokens."""
-    head = _head.prepare("", hidden, parts.weight, parts.bias, parts.scale, parts.softcap)
+    head = _head.prepare(
+        "", hidden, parts.weight, parts.options["bias"], parts.scale, parts.softcap
+    )
     device = hidden.device
     dtype = _dispatch.result_dtype(hidden)
     one = _dispatch.temperature_tensor(1.0, device, device.type)

@@ -22,10 +22,8 @@ LEAST = 32  # tokens of a beginning that is worth sharing
 class Part(NamedTuple):
     """Where a sequence is in a row of tokens.
 
-    Args:
-        path: places of all its tokens, ``[T]``, those that it shares among them.
-        first: place of the first token of its own.
-        own: number of these, the last ones of the sequence.
+    ``path`` has the places of all its tokens, ``[T]``. The last ``own`` of them are its own, from
+    the place ``first`` on.
     """
 
     path: Tensor
@@ -46,8 +44,8 @@ def shared_with_former(rows: Sequence[Tensor]) -> list[int]:
     shared = [0] * min(len(rows), 1)
     for former, row in pairwise(rows):
         shortest = min(len(former), len(row))
-        different = former[:shortest] != row[:shortest]
-        common = int(different.int().argmax()) if bool(different.any()) else shortest
+        different = (former[:shortest] != row[:shortest]).nonzero()
+        common = int(different[0]) if len(different) else shortest
         if common < len(former):
             common -= common % BLOCK
         shared.append(common if common >= LEAST else 0)

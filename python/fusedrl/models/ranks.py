@@ -32,12 +32,10 @@ class Apart(RuntimeError):
 
 
 class Ranks(NamedTuple):
-    """The ranks over which a model is spread.
+    """The groups of ranks over which a model is spread.
 
-    Args:
-        groups: their process groups, each once.
-        gathers: whether a forward pass has collectives within the module, as FSDP's has. DDP's has
-            one of buffers, before the module runs.
+    A forward pass that ``gathers`` has collectives within the module, as FSDP's has. DDP's has one
+    of buffers, before the module runs.
     """
 
     groups: tuple[Any, ...]
@@ -125,11 +123,6 @@ class _Call:
 
     Every agreement says which one it is, and of which call, so that a rank cannot take another one
     for its own. Nothing follows an error.
-
-    Args:
-        kind: what is called.
-        models: whose ranks take part, and the ranks of each.
-        groups: those of all models, by name.
     """
 
     def __init__(
@@ -142,11 +135,7 @@ class _Call:
         self._number = _numbers[self._first] = _numbers.get(self._first, 0) + 1
 
     def meet(self, *values: int, failing: int = 0) -> list[int]:
-        """The largest of four values over the ranks.
-
-        Raises:
-            RuntimeError: a rank has had an error, or is at another agreement.
-        """
+        """The largest of four values over the ranks, or the error of a rank that is not here."""
         self._met += 1
         this = crc32(f"{self._kind}, {self._number}, {self._met}".encode())
         values = (*values, 0, 0, 0, 0)[:4]
@@ -184,12 +173,7 @@ _running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
 class Step(NamedTuple):
-    """What the ranks of a model agree on in a call. One process alone agrees with itself.
-
-    Args:
-        ranks: of the model; ``None`` for a model of this process.
-        call: in which they agree.
-    """
+    """What the ranks of a model agree on in a call. One process alone agrees with itself."""
 
     ranks: Ranks | None
     call: _Call | None = None
@@ -202,15 +186,9 @@ class Step(NamedTuple):
     def agree(self, *, apart: bool = False, ways: int = 0, passes: int = 0) -> tuple[bool, int]:
         """Whether the ranks go several ways, and the most forward passes of a rank.
 
-        Args:
-            apart: this rank computes its part without this module.
-            ways: that this rank may go: :data:`FROM_STATES`, :data:`FROM_LOGITS`, or the sum of
-                both if it does not know.
-            passes: how many forward passes this rank makes, as far as it knows.
-
-        Raises:
-            RuntimeError: another rank has had an error, or makes another call.
-            Apart: another rank computes without this module.
+        ``apart`` says that this rank computes its part without this module, which is
+        :class:`Apart` for others; ``ways``, how it may compute log-probs; ``passes``, how many
+        forward passes it makes as far as it knows.
         """
         if self.ranks is None or self.call is None:
             return ways == FROM_STATES + FROM_LOGITS, passes

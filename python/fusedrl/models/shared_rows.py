@@ -91,10 +91,9 @@ def _tree_of(
     shared = shared_with_former(rows)
     whole = sum(map(len, rows))
     own = whole - sum(shared)
-    if not any(shared):
+    stores_more = attention_of(parts.config) == "eager" and own**2 > mask.numel() * mask.shape[1]
+    if not any(shared) or stores_more:
         return None
-    if attention_of(parts.config) == "eager" and own**2 > mask.numel() * mask.shape[1]:
-        return None  # it would store more than for the batch
     kind = type(parts.model).__name__
     logger.debug("%s: %d of %d tokens computed, the others are shared", kind, own, whole)
     tree, inputs = row_of(rows, shared, parts)
@@ -108,11 +107,9 @@ def _mask_of(kwargs: Mapping[str, Any]) -> Tensor | None:
     """Which tokens of a batch are real, on the CPU; ``None`` if a call is not of such a batch."""
     given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
     ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
-    if given.keys() - _BESIDE or kwargs.get("use_cache") is not False:
+    if given.keys() - _BESIDE or kwargs.get("use_cache") is not False or ids is None:
         return None
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) < 2:
-        return None
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape or len(ids) < 2:
         return None
     mask = mask.cpu() != 0
     # The positions of a batch count what is masked between a row's tokens, those of a tree do not.

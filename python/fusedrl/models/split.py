@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,15 +40,18 @@ TESTED = frozenset(
 MAKERS = frozenset(("transformers", "torch", "accelerate", "peft", "trl"))
 # Beside them those whose layers stand in the place of theirs inside of a decoder.
 MAKERS_OF_LAYERS = MAKERS | {"liger_kernel", "bitsandbytes", "torchao", "kernels"}
+# Rotary embeddings whose frequencies depend on the longest position of the call.
+_FOLLOWING = ("dynamic", "longrope", "su")
+_TRAINED = ("original_max_position_embeddings", "max_position_embeddings")
 ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
 
 
 class Parts(NamedTuple):
-    """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it.
+    """The decoder and the head of ``base``, which ``model`` is or wraps.
 
-    ``decode`` calls the decoder, compiled if the decoder or the model is. Both compute
-    :meth:`within` the model's forward, if ranks share it. The head's weight may be ``gathered``
-    for the duration of that alone.
+    ``decode`` calls the decoder, compiled if the decoder or the model is. If ranks have the model
+    ``shared``, both compute :meth:`within` its forward. The head's weight may be ``gathered`` for
+    the duration of that alone.
     """
 
     model: nn.Module
@@ -74,31 +77,22 @@ class Parts(NamedTuple):
         return part_of_rank(self.head.weight)
 
     @property
-    def bias(self) -> Tensor | None:
-        """The bias of the head, ``[V]``, or this rank's shard of it, if the head has one."""
-        return None if self.head.bias is None else part_of_rank(self.head.bias)
-
-    @property
-    def classes(self) -> int:
-        """How many logits a token has."""
-        return self.head.weight.shape[0]
-
-    @property
-    def shard(self) -> dict[str, Any]:
-        """Where this rank's part of the head is, as our ops take it; empty for a whole head."""
-        weight: Any = self.head.weight
-        if self.gathered or not is_dtensor(weight):
-            return {}
-        mesh = weight.device_mesh
-        each = -(-self.classes // mesh.size())  # as torch.chunk cuts it
-        first = min(mesh.get_local_rank() * each, self.classes)
-        return {"vocab_offset": first, "vocab_group": mesh.get_group()}
-
-    @property
     def options(self) -> dict[str, Any]:
-        """What our ops take beside hidden states and the weight of the head."""
-        known = {"bias": self.bias, "softcap": self.softcap, "scale": self.scale}
-        return {**known, **self.shard}
+        """What our ops take beside hidden states and weight, with where a shard of it begins."""
+        weight: Any = self.head.weight
+        bias = None if self.head.bias is None else part_of_rank(self.head.bias)
+        found = {"bias": bias, "softcap": self.softcap, "scale": self.scale}
+        if self.sharded:
+            mesh, classes = weight.device_mesh, len(weight)
+            each = -(-classes // mesh.size())  # as torch.chunk cuts it
+            found["vocab_offset"] = min(mesh.get_local_rank() * each, classes)
+            found["vocab_group"] = mesh.get_group()
+        return found
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks have a part of the head each, and put together what they make of it."""
+        return is_dtensor(self.head.weight) and not self.gathered
 
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
@@ -109,13 +103,9 @@ class Parts(NamedTuple):
         return hidden.to(self.weight.device, self.weight.dtype)
 
     def within(self, function: Callable[[], tuple[Tensor, ...]], ids: Tensor) -> tuple[Tensor, ...]:
-        """What ``function`` returns, within the forward of a model that ranks share.
+        """What ``function`` returns, within the forward of a model that ranks share, for some ids.
 
         There the weights are whole, and FSDP and DDP see what leaves it.
-
-        Args:
-            function: computes with the decoder and the head.
-            ids: token ids that the model could take.
         """
         if not self.shared:
             return function()
@@ -126,18 +116,13 @@ class Parts(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """What ``function`` makes of hidden states, where the head's weight is whole."""
         if not is_fully_sharded(self.head):
-            return function(_whole(hidden))
+            return function(whole_of(hidden))
         return as_forward(self.head, function, lambda: self.head(hidden))
 
 
-def _is_shard(weight: Any) -> bool:
-    """Whether ranks of one dimension have a part of the classes each, and can put them together."""
-    return is_dtensor(weight) and weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
-
-
-def _whole(hidden: Any) -> Tensor:
-    """Hidden states as a tensor of this rank, whose gradient is that of all classes."""
-    return hidden.full_tensor() if is_dtensor(hidden) else hidden
+def whole_of(values: Any) -> Tensor:
+    """Values as a tensor of this rank, whose gradient is that of all classes."""
+    return values.full_tensor() if is_dtensor(values) else values
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:
@@ -162,18 +147,13 @@ def device_of(model: nn.Module) -> torch.device:
 
 def chain_of(model: Any) -> list[Any]:
     """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
-    chain = [model]
-    while True:
-        outer = chain[-1]
-        inner = uncompiled(outer)
-        if isinstance(outer, DistributedDataParallel):
-            inner = outer.module
-        # transformers' own adapters are inside of the model
-        elif hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
-            inner = outer.get_base_model()
-        if inner is outer:
-            return chain
-        chain.append(inner)
+    inner = uncompiled(model)
+    if isinstance(model, DistributedDataParallel):
+        inner = model.module
+    # transformers' own adapters are inside of the model
+    elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()
+    return [model] if inner is model else [model, *chain_of(inner)]
 
 
 def vocabulary_of(model: Any) -> int | None:
@@ -199,12 +179,34 @@ def text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def shared_below(config: Any) -> int | None:
+    """Sequences that are shorter than this get the same results whatever else is in the call.
+
+    ``None`` if no rotary embedding of the configuration says that it depends on the length of the
+    call; 0 if it does not say from which length on.
+    """
+    settings = [*_settings(config)]
+    types = [str(x.get("rope_type", x.get("type"))) for x in settings]
+    if not any(name in each for each in types for name in _FOLLOWING):
+        return None
+    told = [x.get(name) for x in settings for name in _TRAINED]
+    return min((length for length in told if isinstance(length, int)), default=0)
+
+
+def _settings(config: Any) -> Iterator[Mapping[str, Any]]:
+    """A configuration, those nested in it, and each mapping in them."""
+    value = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    yield value
+    for x in value.values():
+        if isinstance(x, Mapping) or hasattr(x, "model_type"):
+            yield from _settings(x)
+
+
 def fits(model: Any) -> str | None:
     """Why a model has to be asked for its own logits; ``None`` if it may be taken apart.
 
-    It may if it is a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft's,
-    torch's or DDP's around one, and a call of its decoder and of its head leaves nothing out. This
-    is looked at in each call.
+    It may be a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft's or torch's
+    around one, of which calls of the decoder and of the head leave nothing out.
     """
     chain = chain_of(model)
     base = chain[-1]
@@ -218,7 +220,7 @@ def fits(model: Any) -> str | None:
         return f"its type {kind} with the attention {attention} is not one of the tested"
     if not all(map(_is_known, attention_functions(config))):
         return f"the attention {attention} is not transformers' own"
-    head = base.get_output_embeddings()
+    head: Any = base.get_output_embeddings()
     kind = class_of(head)
     if kind is not nn.Linear:
         return f"its head is a {kind.__module__}.{kind.__qualname__}, not a torch.nn.Linear"
@@ -226,8 +228,10 @@ def fits(model: Any) -> str | None:
         if not _is_known(module.forward):
             return f"the forward of its {type(module).__name__} is not its library's"
     weight = head.weight
-    whole = any(map(is_fully_sharded, (*chain, head))) or type(weight) is nn.Parameter
-    if weight.is_meta or not weight.numel() or not (whole or _is_shard(weight)):
+    known = any(map(is_fully_sharded, (*chain, head))) or nn.Parameter is type(weight)
+    if is_dtensor(weight) and not known:  # in one dimension, ranks have a part of the classes each
+        known = weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
+    if not known or weight.is_meta or not weight.numel():
         return "the weight of its head is sharded or offloaded"
     if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
         return "it has hooks, which would not see the forward"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,23 +31,6 @@ _ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "
 _ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
 
 
-class Call(NamedTuple):
-    """Sequences that continue as many shared tokens each, and are attended to in one call.
-
-    Args:
-        own: how many tokens of its own the longest of them has.
-        length: how many tokens it has.
-        queries: places of their own tokens, ``[n, own]``, a shorter one filled up with its last
-            place; or what cuts them out of the row, if they are those of one sequence.
-        keys: places of all their tokens, ``[n, length]``, in the same form.
-    """
-
-    own: int
-    length: int
-    queries: Tensor | slice
-    keys: Tensor | slice
-
-
 class Tree:
     """Attention in a row of tokens, each of which attends to the tokens of its own sequence.
 
@@ -65,17 +47,22 @@ class Tree:
         self.window = window
         self.length = sum(part.own for part in self.parts)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        groups = _alike(self.parts, MOST_GATHERED * self.length)
-        self._calls = [_call_of([self.parts[i] for i in group], device) for group in groups]
+        # Places of the queries and keys of each call of attention.
+        self._calls: list[tuple[Tensor | slice, Tensor | slice]] = []
         # Where the calls' results have the tokens of each part, in the order of the parts.
         found: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(self.parts)
         first = 0
-        for group, call in zip(groups, self._calls, strict=True):
-            for i in group:
-                found[i] = torch.arange(first, first + self.parts[i].own, device="cpu")
-                first += call.own
-        dense = first == self.length and all(a[-1] < b[0] for a, b in pairwise(found))
-        self._order = None if dense else torch.cat(found).to(device)
+        for group in _alike(self.parts, MOST_GATHERED * self.length):
+            paths = [self.parts[i].path for i in group]
+            own = [self.parts[i].own for i in group]
+            queries = [path[-n:] for path, n in zip(paths, own, strict=True)]
+            self._calls.append((_places(queries, device), _places(paths, device)))
+            for i, n in zip(group, own, strict=True):
+                found[i] = torch.arange(first, first + n, device="cpu")
+                first += own[0]
+        order = torch.cat(found) if found else torch.arange(0)
+        dense = torch.equal(order, torch.arange(first, device="cpu"))
+        self._order = None if dense else order.to(device)
 
     def dense(self, device: torch.device) -> Tensor:
         """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
@@ -86,26 +73,15 @@ class Tree:
         return mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Attention ``[B, H, T, D]``, without the keys of other sequences.
-
-        Args:
-            query: ``[B, H, T, D]``, and so are the others.
-            key: may have fewer heads, with ``enable_gqa=True``.
-            value: as ``key``.
-            options: further arguments of ``scaled_dot_product_attention``.
-        """
+        """Attention ``[B, H, T, D]`` without the keys of other sequences, with torch's options."""
         attended = []
-        for call in self._calls:
+        for queries, keys in self._calls:
+            q, k, v = _rows(query, queries), _rows(key, keys), _rows(value, keys)
+            own, length = q.shape[2], k.shape[2]
             causal: dict[str, Any] = {"is_causal": True}
-            if call.own < call.length or self.window is not None:
-                causal = {"attn_mask": self._chosen(call.own, call.length, query.device)}
-            out = scaled_dot_product_attention(
-                _rows(query, call.queries),
-                _rows(key, call.keys),
-                _rows(value, call.keys),
-                **options,
-                **causal,
-            )
+            if own < length or self.window is not None:
+                causal = {"attn_mask": self._chosen(own, length, query.device)}
+            out = scaled_dot_product_attention(q, k, v, **options, **causal)
             attended.append(out.unflatten(0, (len(query), -1)).transpose(1, 2).flatten(2, 3))
         row = torch.cat(attended, 2)
         return row if self._order is None else row.index_select(2, self._order)
@@ -136,7 +112,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 def _alike(parts: Sequence[Part], room: int) -> list[list[int]]:
     """Indices of parts that share a call: those with as many shared and about as many own tokens.
 
-    A call takes no more than ``room`` keys, unless it is of one part.
+    The longest is first. A call takes no more than ``room`` keys, unless it is of one part.
     """
 
     def shared(i: int) -> int:
@@ -156,19 +132,13 @@ def _alike(parts: Sequence[Part], room: int) -> list[list[int]]:
     return sorted(groups, key=min)
 
 
-def _call_of(parts: Sequence[Part], device: str | torch.device) -> Call:
-    longest = parts[0]
-
-    def places(paths: Sequence[Tensor]) -> Tensor | slice:
-        first, size = int(paths[0][0]), len(paths[0])
-        if len(paths) == 1 and int(paths[0][-1]) - first == size - 1:
-            return slice(first, first + size)
-        rows = [torch.cat((path, path[-1:].expand(size - len(path)))) for path in paths]
-        return torch.stack(rows).to(device)
-
-    queries = places([part.path[-part.own :] for part in parts])
-    keys = places([part.path for part in parts])
-    return Call(longest.own, len(longest.path), queries, keys)
+def _places(paths: Sequence[Tensor], device: str | torch.device) -> Tensor | slice:
+    """Paths ``[n, t]``, filled up with their last places; a slice for one without gaps."""
+    first, size = int(paths[0][0]), len(paths[0])
+    if len(paths) == 1 and int(paths[0][-1]) - first == size - 1:
+        return slice(first, first + size)
+    rows = [torch.cat((path, path[-1:].expand(size - len(path)))) for path in paths]
+    return torch.stack(rows).to(device)
 
 
 def _rows(states: Tensor, places: Tensor | slice) -> Tensor:
