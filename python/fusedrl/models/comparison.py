@@ -17,7 +17,7 @@ from fusedrl.channel.forking import renew_in_children
 from fusedrl.compat.torch import DispatchMode
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.prefix_tree import Part
-from fusedrl.models.split import Parts, autocast_as, autocast_of, shared_below, uncompiled, whole_of
+from fusedrl.models.split import Parts, autocast_of, shared_below, uncompiled, whole_of
 from fusedrl.models.tree_mask import SHARING, row_of
 from fusedrl.ops import linear_token_log_probs
 
@@ -29,14 +29,11 @@ BATCH_DIFFERS = "sequences in a padded batch do not get the numbers of each alon
 
 
 class Verdict(NamedTuple):
-    """Whether two sequences in one forward pass get the numbers of each alone.
+    """Why two sequences in one forward pass do not get the numbers of each alone, if they do not.
 
-    Args:
-        why: why they do not; ``None`` if they do.
-        autocast: the dtype of autocast in the model's forward, whoever enters it.
-        shares: they do too if their row has their common beginning once.
-        telling: there was something to compare: logits that are not all 0, nor NaN.
-        splits: what was compared are the decoder and the head, not the whole model.
+    ``autocast`` is its dtype in the model's forward, whoever enters it. A row ``shares`` if it may
+    have a common beginning once. Logits that are all 0, or NaN, are not ``telling``. What was
+    compared ``splits`` the model into decoder and head.
     """
 
     why: str | None
@@ -49,9 +46,7 @@ class Verdict(NamedTuple):
 def compare_parts(parts: Parts, first: int = 0) -> Verdict:
     """Compare log-probs of sequences that share a row with the model's own logits of each alone.
 
-    Args:
-        parts: decoder and head.
-        first: the first token id.
+    Their ids begin with ``first``.
     """
     device = parts.embeddings.device
     rows = _rows(min(len(parts.head.weight), len(parts.embeddings)), first)
@@ -68,7 +63,7 @@ def compare_parts(parts: Parts, first: int = 0) -> Verdict:
         # A head under another autocast than the embeddings is not ours to call.
         if len(seen.autocasts) == 1:
             (autocast,) = seen.autocasts
-            with autocast_as(device, autocast):
+            with torch.autocast(device.type, autocast, autocast is not None):
                 verdict = _compared(parts, rows, alone, autocast)
         return (torch.zeros(1, device=device),)
 
@@ -79,10 +74,7 @@ def compare_parts(parts: Parts, first: int = 0) -> Verdict:
 
 
 def _compared(
-    parts: Parts,
-    rows: list[Tensor],
-    alone: list[Tensor],
-    autocast: torch.dtype | None,
+    parts: Parts, rows: list[Tensor], alone: list[Tensor], autocast: torch.dtype | None
 ) -> Verdict:
     own = torch.cat(alone, 1)[0].float()
     ids = torch.cat(rows).to(own.device)

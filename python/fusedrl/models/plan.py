@@ -25,7 +25,7 @@ from fusedrl.models.forwards import (
     scored_sequences,
 )
 from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, UNKNOWN, Step, together
-from fusedrl.models.split import Parts, autocast_as, modules_of, text_config, vocabulary_of
+from fusedrl.models.split import Parts, modules_of, text_config, vocabulary_of
 from fusedrl.models.without_adapters import WithoutAdapters
 
 _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
@@ -231,8 +231,8 @@ def at_kept_states(
     """
 
     def compute() -> tuple[Tensor, ...]:
-        hidden = []
-        with autocast_as(parts.weight.device, plan.capabilities.autocast):
+        hidden, autocast = [], plan.capabilities.autocast
+        with torch.autocast(parts.weight.device.type, autocast, autocast is not None):
             with plan.step.collective():
                 for one in plan.passes:
                     states = parts.hidden(**one.inputs).flatten(0, 1)

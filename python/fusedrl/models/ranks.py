@@ -41,20 +41,12 @@ class Ranks(NamedTuple):
     groups: tuple[Any, ...]
     gathers: bool
 
-    def largest(self, *values: int) -> list[int]:
-        """The largest of each value over the ranks. Every rank has to call it."""
-        return [int(value) for value in self._reduced(values, distributed.ReduceOp.MAX)]
-
-    def total(self, *values: float) -> list[float]:
-        """The sum of each value over the ranks. Every rank has to call it."""
-        return self._reduced(values, distributed.ReduceOp.SUM)
-
-    def _reduced(self, values: tuple[float, ...], operation: Any) -> list[float]:
+    def reduced(self, operation: Any, *values: float) -> list[float]:
+        """The largest of each value over the ranks, or the sum. Every rank has to call it."""
         reduced = torch.tensor(values, dtype=torch.float64, device="cpu")
         for group in self.groups:
             reduced = reduced.to(_device_of(group))
-            work = distributed.all_reduce(reduced, operation, group=group, async_op=True)
-            assert work is not None
+            work: Any = distributed.all_reduce(reduced, operation, group=group, async_op=True)
             _wait(work, reduced.device)
         return reduced.tolist()
 
@@ -138,13 +130,12 @@ class _Call:
         """The largest of four values over the ranks, or the error of a rank that is not here."""
         self._met += 1
         this = crc32(f"{self._kind}, {self._number}, {self._met}".encode())
-        values = (*values, 0, 0, 0, 0)[:4]
         with interrupted_later():  # or a rank would not know whether the others have its numbers
             self.over = True
             ranks = Ranks(tuple(self.groups.values()), True)
-            failing, number, most, least, *largest = ranks.largest(
-                failing, self._number, this, -this, *values
-            )
+            numbers = failing, self._number, this, -this, *(*values, 0, 0, 0, 0)[:4]
+            largest = map(int, ranks.reduced(distributed.ReduceOp.MAX, *numbers))
+            failing, number, most, least, *found = largest
             _numbers[self._first] = number  # ranks are in step again, whatever was
             self.over = bool(failing) or most != -least
         if failing:
@@ -158,7 +149,7 @@ class _Call:
                 f"as call {self._number} of this rank, and another one on another rank; make it on "
                 "all, or pass the module inside of DDP to a call of one rank"
             )
-        return largest
+        return found
 
     def fail(self) -> None:
         """Tell the other ranks that this one has had an error, if they wait for it."""
@@ -220,7 +211,7 @@ class Step(NamedTuple):
             return list(values)
         with interrupted_later():
             self.call.meet()
-            return self.ranks.total(*values)
+            return self.ranks.reduced(distributed.ReduceOp.SUM, *values)
 
     def largest(self, value: int) -> int:
         """The largest value over the ranks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -130,13 +129,6 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def autocast_as(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """A block in which autocast is as :func:`autocast_of` once found it."""
-    if autocast_of(device) == dtype:
-        return nullcontext()
-    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -102,7 +102,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     for part in parts:
         if not part.own:
             continue
-        if joined and len(part.path) - part.own == len(joined[-1].path):
+        if joined and part.shared == len(joined[-1].path):
             former = joined.pop()
             part = Part(part.path, former.first, former.own + part.own)
         joined.append(part)
@@ -114,16 +114,12 @@ def _alike(parts: Sequence[Part], room: int) -> list[list[int]]:
 
     The longest is first. A call takes no more than ``room`` keys, unless it is of one part.
     """
-
-    def shared(i: int) -> int:
-        return len(parts[i].path) - parts[i].own
-
     groups: list[list[int]] = []
-    for i in sorted(range(len(parts)), key=lambda i: (shared(i), -parts[i].own, i)):
+    for i in sorted(range(len(parts)), key=lambda i: (parts[i].shared, -parts[i].own, i)):
         longest = parts[groups[-1][0]] if groups else None
         if (
             longest is None
-            or shared(i) != len(longest.path) - longest.own
+            or parts[i].shared != longest.shared
             or longest.own - parts[i].own > max(longest.own // 4, BLOCK)
             or (len(groups[-1]) + 1) * len(longest.path) > room
         ):
