@@ -62,10 +62,7 @@ def as_forward(
 
 
 class _Place:
-    """What stands in the place of a module's forward, one for each module.
-
-    A graph that was compiled around another function would be compiled anew for each.
-    """
+    """What stands in the place of a module's forward, the same each time for a compiled graph."""
 
     def __init__(self) -> None:
         self.function: Any = None

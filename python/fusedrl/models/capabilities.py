@@ -1,24 +1,22 @@
 """What a model allows: a list of types, and one comparison with the model's own logits.
 
 The decoder and the head that a model names may not be the whole model. It may mix the sequences
-that share a row, and padding or a longer call may change its numbers. Each of these would give
-log-probs that look plausible and are wrong. So only types that are tested are taken apart
-(``split.py``), and only if they agree with their own logits where they are first used. Others are
-slow and right.
+that share a row, and padding or a longer call may change its numbers: log-probs that look plausible
+and are wrong. So only types that are tested are taken apart (``split.py``), and only if they agree
+with their own logits where they are first used. Others are slow and right.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from fusedrl.compat.torch import hooks_of, is_compiled_function
-from fusedrl.models.comparison import Verdict, compare_batch, compare_parts
+from fusedrl.models.comparison import Capabilities, compare_batch, compare_parts
 from fusedrl.models.ranks import FROM_STATES, UNKNOWN, Step
 from fusedrl.models.split import (
     Parts,
@@ -42,27 +40,8 @@ RATES = "drop", "jitter", "noise"  # in names of how much is random
 KEPT = 8  # verdicts on a model that alternates between states, such as training and evaluation
 
 
-class Capabilities(NamedTuple):
-    """How the log-probs of a model can be computed.
-
-    Args:
-        parts: decoder and head, of which sequences share a row; ``None`` if the model is asked for
-            its own logits.
-        together: whether several sequences share a forward pass.
-        below: of these sequences, the length that none reaches; ``None`` for any length.
-        autocast: the dtype of autocast in which the parts compute what the model does.
-        shares: whether sequences in a row may have a common beginning once.
-    """
-
-    parts: Parts | None
-    together: bool
-    below: int | None
-    autocast: torch.dtype | None
-    shares: bool
-
-
 # What was found of a model in the states that it has been in.
-_verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Verdict]]] = WeakKeyDictionary()
+_verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Capabilities]]] = WeakKeyDictionary()
 _warned: set[tuple[type, str]] = set()
 
 
@@ -82,14 +61,9 @@ def capabilities_of(
 ) -> Capabilities:
     """What is known of a model, or what a comparison with its own logits shows; log why it is slow.
 
-    Args:
-        model: the model, or a module around it.
-        known_ids: ids in ``[0, known_ids)`` are used if the model does not say its vocabulary.
-        kwargs: further arguments of the model's forward pass, used when its logits are needed.
-        step: in which all ranks of the model compare, whatever each knows, and agree on a way.
-
-    Raises:
-        TypeError: the model is an encoder, whose tokens see later ones.
+    Ids in ``[0, known_ids)`` are used if the model does not say its vocabulary, and ``kwargs``
+    where its logits are needed. In a ``step`` all ranks of the model compare, whatever each knows,
+    and agree on a way. An encoder, whose tokens see later ones, is a ``TypeError``.
     """
     known = known_capabilities(model, kwargs) if step is None else None
     if known is not None:
@@ -114,11 +88,10 @@ def capabilities_of(
     return _allowed(model, parts, verdict)
 
 
-def _allowed(model: Any, parts: Parts | None, verdict: Verdict) -> Capabilities:
-    same = verdict.why is None
+def _allowed(model: Any, parts: Parts | None, verdict: Capabilities) -> Capabilities:
     below = shared_below(getattr(parts.base if parts else model, "config", None))
-    parts = parts if same and verdict.splits else None
-    return Capabilities(parts, same, below, verdict.autocast, same and verdict.shares)
+    taken = verdict.together and verdict.splits
+    return verdict._replace(parts=parts if taken else None, below=below)
 
 
 def _state(model: nn.Module, parts: Parts | None, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -152,18 +125,20 @@ def _copied(value: Any) -> Any:
     return _copied(vars(value)) if hasattr(value, "model_type") else value
 
 
-def _compared_parts(parts: Parts, step: Step) -> Verdict:
+def _compared_parts(parts: Parts, step: Step) -> Capabilities:
     """A verdict that all ranks share."""
     stranger = foreign_in(parts.decoder)
     strange, _ = step.agree(ways=FROM_STATES if stranger is None else UNKNOWN)
     if strange:  # weights that are 0 at first would hide what it does
-        return Verdict(f"{stranger or 'a forward or a hook on another rank'} is not its library's")
-    verdict = Verdict("its numbers differ on another rank")
+        return Capabilities(
+            f"{stranger or 'a forward or a hook on another rank'} is not its library's"
+        )
+    verdict = Capabilities("its numbers differ on another rank")
     for first in FIRST_IDS:
         try:
             found = compare_parts(parts, first)
         except Exception as error:  # which may not happen again
-            found = Verdict(f"trying it raised {error!r}", telling=False)
+            found = Capabilities(f"trying it raised {error!r}", telling=False)
         differs, _ = step.agree(ways=FROM_STATES if found.why is None else UNKNOWN)
         if not differs:
             return found

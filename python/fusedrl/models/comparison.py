@@ -28,12 +28,18 @@ PARTS_DIFFER = "its decoder and head do not compute its own logits in a row of s
 BATCH_DIFFERS = "sequences in a padded batch do not get the numbers of each alone"
 
 
-class Verdict(NamedTuple):
-    """Why two sequences in one forward pass do not get the numbers of each alone, if they do not.
+class Capabilities(NamedTuple):
+    """How the log-probs of a model can be computed, as a comparison found.
 
-    ``autocast`` is its dtype in the model's forward, whoever enters it. A row ``shares`` if it may
-    have a common beginning once. Logits that are all 0, or NaN, are not ``telling``. What was
-    compared ``splits`` the model into decoder and head.
+    Args:
+        why: why sequences in one forward pass do not get the numbers of each alone; ``None`` if
+            they do, and several share one.
+        autocast: the dtype of autocast in the model's forward, whoever enters it.
+        shares: whether sequences in a row may have a common beginning once.
+        telling: there was something to compare: logits that are not all 0, nor NaN.
+        splits: what was compared are the decoder and the head, not the whole model.
+        parts: decoder and head, of which sequences share a row; ``None`` for its own logits.
+        below: the length that no sequence of several in a pass reaches; ``None`` for any length.
     """
 
     why: str | None
@@ -41,9 +47,16 @@ class Verdict(NamedTuple):
     shares: bool = False
     telling: bool = True
     splits: bool = True
+    parts: Parts | None = None
+    below: int | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether several sequences share a forward pass."""
+        return self.why is None
 
 
-def compare_parts(parts: Parts, first: int = 0) -> Verdict:
+def compare_parts(parts: Parts, first: int = 0) -> Capabilities:
     """Compare log-probs of sequences that share a row with the model's own logits of each alone.
 
     Their ids begin with ``first``.
@@ -51,31 +64,31 @@ def compare_parts(parts: Parts, first: int = 0) -> Verdict:
     device = parts.embeddings.device
     rows = _rows(min(len(parts.head.weight), len(parts.embeddings)), first)
     model = parts.base.forward if parts.shared else uncompiled(parts.model)
-    verdict = Verdict(PARTS_DIFFER)
+    found = Capabilities(PARTS_DIFFER)
 
     def ask(row: Tensor) -> Tensor:
         ids = row[None].to(device)
         return whole_of(model(input_ids=ids, use_cache=False, return_dict=True).logits)
 
     def compare() -> tuple[Tensor, ...]:
-        nonlocal verdict
+        nonlocal found
         alone = [ask(row) for row in rows]
         # A head under another autocast than the embeddings is not ours to call.
         if len(seen.autocasts) == 1:
             (autocast,) = seen.autocasts
             with torch.autocast(device.type, autocast, autocast is not None):
-                verdict = _compared(parts, rows, alone, autocast)
+                found = _compared(parts, rows, alone, autocast)
         return (torch.zeros(1, device=device),)
 
     with _trial(device, parts) as seen:
         parts.within(compare, rows[0][None].to(device))
     # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
-    return verdict._replace(why=DRAWS) if seen.draws.found else verdict
+    return Capabilities(DRAWS) if seen.draws.found else found
 
 
 def _compared(
     parts: Parts, rows: list[Tensor], alone: list[Tensor], autocast: torch.dtype | None
-) -> Verdict:
+) -> Capabilities:
     own = torch.cat(alone, 1)[0].float()
     ids = torch.cat(rows).to(own.device)
     theirs = own.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
@@ -98,12 +111,12 @@ def _compared(
     same = _causal(alone, near) and agrees(tree, inputs)
     shares = same and attention_of(parts.config) in SHARING
     shares = shares and agrees(*row_of(rows, [0, COMMON], parts))
-    return Verdict(None if same else PARTS_DIFFER, autocast, shares, near > 0)
+    return Capabilities(None if same else PARTS_DIFFER, autocast, shares, near > 0)
 
 
 def compare_batch(
     model: Any, device: torch.device, vocabulary: int, kwargs: Mapping[str, Any]
-) -> Verdict:
+) -> Capabilities:
     """Compare the model's own logits of a padded batch with those of each sequence alone.
 
     Raises:
@@ -121,7 +134,7 @@ def compare_batch(
         try:
             alone = [ask([row]) for row in rows]
         except Exception as error:  # the caller sees it again when the model really runs
-            return Verdict(f"trying it raised {error!r}", telling=False, splits=False)
+            return Capabilities(f"trying it raised {error!r}", telling=False, splits=False)
         try:
             padded = ask(short)
         except Exception:  # the model takes no batch, or no mask
@@ -137,7 +150,7 @@ def compare_batch(
     agreeing = [_agree(ours[:n], theirs[0, :n], near) for ours, theirs, n in pairs]
     same = causal and agreeing == [True, True]
     why = DRAWS if seen.draws.found else None if same else BATCH_DIFFERS
-    return Verdict(why, telling=near > 0, splits=False)
+    return Capabilities(why, telling=near > 0, splits=False)
 
 
 def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:

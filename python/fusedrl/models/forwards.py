@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.capabilities import Capabilities, may_share
+from fusedrl.models.capabilities import may_share
+from fusedrl.models.comparison import Capabilities
 from fusedrl.models.prefix_tree import cut, in_order, shared_with_former
 from fusedrl.models.split import Parts, device_of
 from fusedrl.models.tree_mask import SHARING, row_of
@@ -87,9 +88,9 @@ def passes_of(
 def _usual(device: torch.device, attention: str | None) -> int:
     """How many tokens a forward pass takes if the caller sets no bound.
 
-    A packed row costs attention over its whole square unless a flash kernel knows the sequences.
-    On a CPU, matrix products gain nothing beyond a few hundred rows, so that short sequences share
-    a row and long ones have one each. The values for CUDA are not measured yet.
+    A packed row costs attention over its whole square unless a flash kernel knows the sequences,
+    and a CPU gains nothing from more than a few hundred rows of a product. The values for CUDA are
+    not measured yet.
     """
     if device.type == "cpu":
         return 512

@@ -39,9 +39,7 @@ def causal_log_probs(
     Several sequences share a row of the decoder, nothing after the last kept token of each is
     computed, and the head is multiplied with those hidden states only that predict kept tokens.
     This is so for types of models that are tested, if they agree with their own logits where they
-    are used first, and after a change. All others compute their own logits, of padded batches. A
-    sequence that is so long that it would change the results of others in the same forward pass
-    (LongRoPE, dynamic NTK) runs alone.
+    are used first, and after a change. All others compute their own logits, of padded batches.
 
     Args:
         model: the model, a peft model around one, or :class:`fusedrl.models.WithoutAdapters`.
@@ -50,13 +48,11 @@ def causal_log_probs(
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
-            4096 otherwise. The default is at least 4096 (1024 with eager attention) where sequences
-            share a beginning, and where FSDP gathers weights for each pass. If several ranks ask a
-            model for its logits, which may be sharded over them, all tokens go into one pass.
+            4096 otherwise; at least 4096 (1024 with eager attention) where sequences share a
+            beginning or FSDP gathers weights; all tokens if ranks ask a model for its logits.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
-            for all of them, where the model's type and attention (sdpa, eager) are known to allow
-            it, and in blocks of 16 tokens. It does not do so in a model that drops out or is
-            compiled. Results differ by rounding.
+            for all of them, where the model's type and attention (sdpa, eager) allow it, unless it
+            drops out or is compiled. Results differ by rounding.
         temperature: positive divisor of the logits.
         entropy: also compute the entropy of each kept token's distribution.
         model_kwargs: more arguments of the model's forward where its logits are needed.

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedrl.channel.following import one_version
 from fusedrl.compat.torch import buffers_of, parameters_of
 from fusedrl.compat.transformers import has_reentrant_checkpoints
-from fusedrl.models.capabilities import Capabilities, capabilities_of, known_capabilities
-from fusedrl.models.comparison import UNCOMPILED
+from fusedrl.models.capabilities import capabilities_of, known_capabilities
+from fusedrl.models.comparison import UNCOMPILED, Capabilities
 from fusedrl.models.forwards import (
     Pass,
     Scored,
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 def planned(
     model: Any,
     tokens: Tensor,
-    lengths: Sequence[int],
+    lengths: Any,
     mask: Tensor | None,
     max_tokens_per_forward: int | None,
     share_prefixes: bool,
@@ -78,7 +78,8 @@ def planned(
     the one with the most.
     """
     with together("log-probs", model) as step:
-        lengths = list(map(int_of, lengths))
+        lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        lengths = [int_of(n) for n in lengths]
         _check_packed(tokens, lengths, mask)
         check_limit(max_tokens_per_forward)
         context: Any = nullcontext()
@@ -199,11 +200,12 @@ def _passes(
         places = [row.kept + row.start for row in work] or [tokens[:0]]
         check_vocabulary(tokens, classes, torch.cat(places))
     one = not alone and _takes_one_pass(model)
-    if one:
-        found = found._replace(parts=None)  # a padded batch, because a row would take longer
-    if not alone and found.parts is None:
-        # What wraps the model may take one forward pass for one backward pass.
-        limit = limit or max(len(work) * len(tokens), 1)
+    width = max((len(row.tokens) for row in work), default=1)
+    if one and len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
+        found = found._replace(parts=None)  # a padded batch, no row
+    # What wraps the model may take one forward pass for one backward pass.
+    if one or (not alone and found.parts is None):
+        limit = limit or max(len(work), 1) * width
     passes = passes_of(model, found, work, limit, share)
     if one and len(passes) > 1:
         raise ValueError(

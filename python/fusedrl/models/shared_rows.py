@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.as_forward import forward_of
-from fusedrl.models.capabilities import Capabilities, capabilities_of, may_share
-from fusedrl.models.comparison import UNCOMPILED
+from fusedrl.models.capabilities import capabilities_of, may_share
+from fusedrl.models.comparison import UNCOMPILED, Capabilities
 from fusedrl.models.prefix_tree import in_order, shared_with_former
 from fusedrl.models.ranks import ranks_of
 from fusedrl.models.split import Parts, chain_of, fits, parts_of
@@ -38,11 +38,8 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     """A block in which a model computes a beginning once that rows of a padded batch share.
 
     It does so where ``causal_log_probs`` would, for this thread, and for batches ``[B, T]`` of ids
-    and their attention mask without a cache. What it returns for padding then means nothing.
-
-    Args:
-        model: a transformers causal LM, or peft's or DDP's wrapper around one. A model that cannot
-            share, such as one that ranks compute together, computes as ever.
+    and their attention mask without a cache. What it returns for padding then means nothing. A
+    model that cannot share, such as one that ranks compute together, computes as ever.
     """
     for module in chain_of(model):
         if isinstance(module, DistributedDataParallel):

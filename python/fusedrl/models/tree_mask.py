@@ -149,8 +149,7 @@ class TreeMask(Tensor):
     """A mask ``[1, 1, T, T]`` with which ``scaled_dot_product_attention`` follows a :class:`Tree`.
 
     Any other function gets the bool tensor that it stands for, which is made then. As the mask
-    knows the tree, gradient checkpointing runs a layer in the same way once more, and nothing
-    changes for other threads.
+    knows the tree, a layer that is checkpointed runs in the same way once more.
     """
 
     tree: Tree
@@ -180,24 +179,18 @@ def row_of(
 ) -> tuple[list[Part], dict[str, Any]]:
     """Where sequences are in one row, and the row as inputs of a model's decoder.
 
-    Positions that start again keep the sequences apart, or a mask where any share tokens.
-
-    Args:
-        rows: token ids of the sequences, each ``[T]``.
-        shared: how many tokens each shares with the one before it.
-        model: decoder and head, with the attention ``sdpa`` or ``eager`` if there is a mask.
-        follows: whether there is a mask in any case.
+    Each of them shares so many tokens with the one before it. Positions that start again keep them
+    apart, or a mask, which the attention ``follows``, where any share tokens.
     """
     device = model.embeddings.device
     parts = laid_out([len(row) for row in rows], shared)
-    ids = torch.cat([row[first:] for row, first in zip(rows, shared, strict=True)])
-    positions = [
-        torch.arange(first, len(row), device="cpu") for row, first in zip(rows, shared, strict=True)
-    ]
-    inputs = {
-        "input_ids": ids[None].to(device),
-        "position_ids": torch.cat(positions)[None].to(device),
-    }
+    ids, positions = torch.zeros(
+        2, sum(part.own for part in parts), dtype=torch.int64, device="cpu"
+    )
+    for row, part in zip(rows, parts, strict=True):
+        ids[part.path] = row
+        positions[part.path] = torch.arange(len(row), device="cpu")
+    inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
     if follows or any(shared):
         inputs["attention_mask"] = _mask_of(parts, model)
     return parts, inputs
