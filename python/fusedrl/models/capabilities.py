@@ -47,7 +47,8 @@ _warned: set[tuple[type, str]] = set()
 
 def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> Capabilities | None:
     """What is known of a model, without a forward pass of it; ``None`` if it has to be compared."""
-    parts = parts_of(model) if fits(model) is None else None
+    parts = parts_of(model)
+    parts = parts if fits(parts) is None else None
     now = _state(model, parts, kwargs or {})
     found = next((verdict for then, verdict in _verdicts.get(model, ()) if then == now), None)
     return None if found is None else _allowed(model, parts, found)
@@ -68,8 +69,9 @@ def capabilities_of(
     known = known_capabilities(model, kwargs) if step is None else None
     if known is not None:
         return known
-    why = fits(model)
-    parts = parts_of(model) if why is None else None
+    parts = parts_of(model)
+    why = fits(parts)
+    parts = parts if why is None else None
     now = _state(model, parts, kwargs or {})
     step = step or Step(None)
     whole, _ = step.agree(ways=UNKNOWN if parts is None else FROM_STATES)
@@ -118,7 +120,7 @@ def _state(model: nn.Module, parts: Parts | None, kwargs: Mapping[str, Any]) -> 
 
 def _copied(value: Any) -> Any:
     """A copy of settings to compare with."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return list(map(_copied, value))

@@ -44,8 +44,9 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     for module in chain_of(model):
         if isinstance(module, DistributedDataParallel):
             model = module.module  # which this rank can try alone
-    parts = parts_of(model) if ranks_of(model) is None and fits(model) is None else None
-    if parts is None or attention_of(parts.config) not in SHARING or not may_share(parts):
+    parts = parts_of(model) if ranks_of(model) is None else None
+    takes_mask = parts is not None and attention_of(parts.config) in SHARING
+    if parts is None or not takes_mask or fits(parts) is not None or not may_share(parts):
         yield
         return
     found, thread, theirs = capabilities_of(model), get_ident(), parts.decoder.forward

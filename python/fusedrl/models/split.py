@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -185,63 +185,25 @@ def shared_below(config: Any) -> int | None:
     return min((length for length in told if isinstance(length, int)), default=0)
 
 
-def _settings(config: Any) -> Iterator[Mapping[str, Any]]:
-    """A configuration, those nested in it, and each mapping in them."""
-    value = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+def _settings(config: Any) -> Iterator[dict[str, Any]]:
+    """A configuration, those nested in it, and each dict in them."""
+    value = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     yield value
     for x in value.values():
-        if isinstance(x, Mapping) or hasattr(x, "model_type"):
+        if isinstance(x, dict) or hasattr(x, "model_type"):
             yield from _settings(x)
 
 
-def fits(model: Any) -> str | None:
-    """Why a model has to be asked for its own logits; ``None`` if it may be taken apart.
-
-    It may be a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft's or torch's
-    around one, of which calls of the decoder and of the head leave nothing out.
-    """
+def parts_of(model: Any) -> Parts | None:
+    """The parts that a model names, to use if it :func:`fits`; ``None`` if it names none."""
     chain = chain_of(model)
     base = chain[-1]
     # Asked of the class, because FSDP passes attributes on but would not see this forward.
     named = all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings"))
     decoder, config = base.get_decoder() if named else None, text_config(base)
     if decoder is None or decoder is base or config is None:
-        return "it is no transformers model with a decoder and output embeddings"
-    kind, attention = config.model_type, attention_of(config)
-    if kind not in TESTED or attention not in ATTENTIONS:
-        return f"its type {kind} with the attention {attention} is not one of the tested"
-    if not all(map(_is_known, attention_functions(config))):
-        return f"the attention {attention} is not transformers' own"
-    head: Any = base.get_output_embeddings()
-    kind = class_of(head)
-    if kind is not nn.Linear:
-        return f"its head is a {kind.__module__}.{kind.__qualname__}, not a torch.nn.Linear"
-    for module in (*chain, decoder, head):
-        if not _is_known(module.forward):
-            return f"the forward of its {type(module).__name__} is not its library's"
-    weight = head.weight
-    known = any(map(is_fully_sharded, (*chain, head))) or nn.Parameter is type(weight)
-    if is_dtensor(weight) and not known:  # in one dimension, ranks have a part of the classes each
-        known = weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
-    if not known or weight.is_meta or not weight.numel():
-        return "the weight of its head is sharded or offloaded"
-    if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
-        return "it has hooks, which would not see the forward"
-    # Those of a bias, a temperature, or prompts that are learned.
-    around = modules_of(chain[0], without=(decoder, head))
-    if any(parameters_of(module) or buffers_of(module) for module in around):
-        return "it has parameters or buffers beside its decoder and head"
-    adapters = [x for each in chain for x in getattr(each, "peft_config", {}).values()]
-    if any(getattr(x, "alora_invocation_tokens", None) for x in adapters):
-        return "it has adapters that some tokens activate"
-    return None
-
-
-def parts_of(model: Any) -> Parts:
-    """The parts of a model that :func:`fits`."""
-    chain = chain_of(model)
-    base = chain[-1]
-    decoder, head, config = base.get_decoder(), base.get_output_embeddings(), text_config(base)
+        return None
+    head = base.get_output_embeddings()
     divisor = getattr(config, "logits_scaling", None)  # Granite
     gathered = any(map(is_fully_sharded, (*chain, head)))
     return Parts(
@@ -250,12 +212,51 @@ def parts_of(model: Any) -> Parts:
         decoder,
         _compiled_as(decoder, *chain),
         head,
-        scale=getattr(base, "logit_scale", None) if divisor is None else 1 / divisor,  # Cohere
+        scale=1 / divisor if divisor else getattr(base, "logit_scale", None),  # Cohere
         softcap=getattr(config, "final_logit_softcapping", None),
         config=config,
         shared=gathered or any(isinstance(m, DistributedDataParallel) for m in chain),
         gathered=gathered,
     )
+
+
+def fits(parts: Parts | None) -> str | None:
+    """Why a model has to be asked for its own logits; ``None`` if it may be taken apart.
+
+    It may be a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft's or torch's
+    around one, of which calls of the decoder and of the head leave nothing out.
+    """
+    if parts is None:
+        return "it is no transformers model with a decoder and output embeddings"
+    kind, attention = parts.config.model_type, attention_of(parts.config)
+    if kind not in TESTED or attention not in ATTENTIONS:
+        return f"its type {kind} with the attention {attention} is not one of the tested"
+    if not all(map(_is_known, attention_functions(parts.config))):
+        return f"the attention {attention} is not transformers' own"
+    head: Any = parts.head
+    kind = class_of(head)
+    if kind is not nn.Linear:
+        return f"its head is a {kind.__module__}.{kind.__qualname__}, not a torch.nn.Linear"
+    chain = chain_of(parts.model)
+    for module in (*chain, parts.decoder, head):
+        if not _is_known(module.forward):
+            return f"the forward of its {type(module).__name__} is not its library's"
+    weight = head.weight
+    known = parts.gathered or nn.Parameter is type(weight)
+    if is_dtensor(weight) and not known:  # in one dimension, ranks have a part of the classes each
+        known = weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
+    if not known or weight.is_meta or not weight.numel():
+        return "the weight of its head is sharded or offloaded"
+    if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
+        return "it has hooks, which would not see the forward"
+    # Those of a bias, a temperature, or prompts that are learned.
+    around = modules_of(chain[0], without=(parts.decoder, head))
+    if any(parameters_of(module) or buffers_of(module) for module in around):
+        return "it has parameters or buffers beside its decoder and head"
+    adapters = [x for each in chain for x in getattr(each, "peft_config", {}).values()]
+    if any(getattr(x, "alora_invocation_tokens", None) for x in adapters):
+        return "it has adapters that some tokens activate"
+    return None
 
 
 def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
