@@ -7,6 +7,7 @@ counts in whole blocks, because a branch costs more than a few tokens do.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -60,26 +61,33 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range
     """Divide sorted sequences into groups of at most ``limit`` tokens, shared ones counted once.
 
     There is a cut wherever nothing is shared, and beyond that the fewest tokens are laid out that
-    are possible. A sequence that is longer than the limit is alone.
+    are possible (dynamic programming over the first sequence of the last group). A sequence that is
+    longer than the limit is alone.
     """
-    # Of the sequences before each: the fewest tokens, and where the last of their groups begins.
-    best = [(0, 0)]
-    for end in range(len(lengths)):
-        choices, behind = [], 0
-        for start in range(end, -1, -1):
-            size = lengths[start] + behind
-            if choices and size > limit:
-                break
-            choices.append((best[start][0] + size, start))
-            if not shared[start]:
-                break
-            behind += lengths[start] - shared[start]
-        best.append(min(choices))
+    fewest = [0]  # tokens of the groups that end before each sequence
+    starts: list[int] = []  # the first sequence of the last of them
+    # Possible first sequences of a group, the one with the fewest tokens in all first: these, and
+    # the tokens of the group, both less those that all sequences so far have of their own.
+    possible: deque[tuple[int, int, int]] = deque()
+    own = 0
+    for end, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if not common:
+            possible.clear()
+        own += length - common
+        size = length - own
+        while possible and possible[-1][0] > fewest[end] + size:
+            possible.pop()
+        possible.append((fewest[end] + size, size, end))
+        while len(possible) > 1 and possible[0][1] + own > limit:
+            possible.popleft()
+        best, _, start = possible[0]
+        fewest.append(best + own)
+        starts.append(start)
     groups: list[range] = []
     end = len(lengths)
     while end:
-        groups.append(range(best[end][1], end))
-        end = groups[-1].start
+        groups.append(range(starts[end - 1], end))
+        end = starts[end - 1]
     return groups[::-1]
 
 
