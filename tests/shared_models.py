@@ -368,7 +368,7 @@ def differs_on_one_rank(way: str) -> list[bool]:
         found.append(module.known_capabilities(model).parts is not None)
 
     if rank == 1:
-        module.compare_parts = lambda *args: plain(*args)._replace(agrees=False)
+        module.compare_parts = lambda *args: plain(*args)._replace(why="it is told so")
     try:
         check()
         check()

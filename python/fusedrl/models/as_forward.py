@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+
+@contextmanager
+def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A block in which ``module`` has another forward."""
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 def as_forward(
@@ -16,38 +31,22 @@ def as_forward(
     """Results of ``function``, which runs as the forward of ``module`` while ``call`` calls that.
 
     FSDP gathers weights before a forward, and hangs what it does in the backward pass on the
-    tensors that leave it; DDP and others are wrapped around it. All of them are in force here.
-
-    Args:
-        module: whose forward it is.
-        function: gets the positional arguments of the call.
-        call: calls the module or what is around it, once.
-
-    Returns:
-        The values as ``function`` returned them, whatever they are rounded to on the way out. Their
-        gradients go the way that the module's output took.
-
-    Raises:
-        Exception: what ``function`` raised, after all that is around the module has ended as after
-            a forward that returned nothing.
+    tensors that leave it; DDP and others are wrapped around it. All of them are in force here. The
+    values are those of ``function``, whatever they are rounded to on the way out. An error in it is
+    raised when all that is around the module has ended.
     """
     place = _PLACES.setdefault(module, _Place())
-    own = vars(module).get("forward")
-    module.forward = place.forward
     place.function, place.found, place.error = function, [], None
     left: Any = ()
     try:
-        left = call()
+        with forward_of(module, place.forward):
+            left = call()
     except Exception:
         if place.error is None:
             raise
     finally:
         inside, error = place.found, place.error
         place.function, place.found, place.error = None, [], None
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
     if error is not None:
         raise error
     if len(inside) != 1:
@@ -63,20 +62,16 @@ def as_forward(
 
 
 class _Place:
-    """What stands in the place of a module's forward, one for each module.
-
-    A graph that was compiled around another function would be compiled anew for each.
-    """
+    """What stands in the place of a module's forward, the same each time for a compiled graph."""
 
     def __init__(self) -> None:
-        self.function: Callable[..., tuple[Tensor, ...]] | None = None
+        self.function: Any = None
         self.found: list[tuple[Tensor, ...]] = []
         self.error: BaseException | None = None
         # What is compiled in it is compiled by itself: the decoder.
         self.forward = torch.compiler.disable(self._forward)
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        assert self.function is not None
         try:
             self.found.append(self.function(*args))
         except BaseException as error:  # FSDP takes a forward that raises for one that still runs

@@ -1,35 +1,33 @@
 """What a model allows: a list of types, and one comparison with the model's own logits.
 
 The decoder and the head that a model names may not be the whole model. It may mix the sequences
-that share a row, and padding or a longer call may change its numbers. Each of these would give
-log-probs that look plausible and are wrong. So only types that are tested are taken apart
-(``split.py``), and only if they agree with their own logits where they are first used. Others are
-slow and right.
+that share a row, and padding or a longer call may change its numbers: log-probs that look plausible
+and are wrong. So only types that are tested are taken apart (``split.py``), and only if they agree
+with their own logits where they are first used. Others are slow and right.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from fusedrl.compat.torch import hooks_of, is_compiled_function
-from fusedrl.models.comparison import Verdict, compare_batch, compare_parts
-from fusedrl.models.lengths import shared_below
-from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, Step
+from fusedrl.models.comparison import Capabilities, compare_batch, compare_parts
+from fusedrl.models.ranks import FROM_STATES, UNKNOWN, Step
 from fusedrl.models.split import (
-    CannotSplit,
     Parts,
     autocast_of,
     compiler_of,
     device_of,
+    fits,
     foreign_in,
     modules_of,
-    split,
+    parts_of,
+    shared_below,
     vocabulary_of,
 )
 
@@ -38,45 +36,22 @@ logger = logging.getLogger("fusedrl")
 # Rounding may send a token to other experts, which looks as if sequences in a row mixed. They are
 # said to do so if they do with the tokens from each of these ids.
 FIRST_IDS = 0, 13
-DRAWS = "its forward draws random numbers, as for noise"
 RATES = "drop", "jitter", "noise"  # in names of how much is random
 KEPT = 8  # verdicts on a model that alternates between states, such as training and evaluation
 
 
-class Capabilities(NamedTuple):
-    """How the log-probs of a model can be computed.
-
-    Args:
-        parts: decoder and head, of which sequences share a row; ``None`` if the model is asked for
-            its own logits.
-        together: whether several sequences share a forward pass.
-        below: sequences share a forward pass only if they are shorter than this; longer ones would
-            change the results of others in it. ``None`` for no such limit.
-        autocast: the dtype of autocast in which the parts compute what the model does.
-        shares: whether sequences in a row may have a common beginning once.
-    """
-
-    parts: Parts | None
-    together: bool
-    below: int | None
-    autocast: torch.dtype | None
-    shares: bool
-
-
-_verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Verdict]]] = WeakKeyDictionary()
+# What was found of a model in the states that it has been in.
+_verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Capabilities]]] = WeakKeyDictionary()
 _warned: set[tuple[type, str]] = set()
 
 
 def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> Capabilities | None:
-    """What is known of a model, without a forward pass of it; ``None`` if it has to be compared.
-
-    Args:
-        model: the model, or a module around it.
-        kwargs: further arguments of the model's forward pass, used when its logits are needed.
-    """
-    parts, below, now = _look_at(model, kwargs or {})
+    """What is known of a model, without a forward pass of it; ``None`` if it has to be compared."""
+    parts = parts_of(model)
+    parts = parts if fits(parts) is None else None
+    now = _state(model, parts, kwargs or {})
     found = next((verdict for then, verdict in _verdicts.get(model, ()) if then == now), None)
-    return None if found is None else _allowed(parts, below, found)
+    return None if found is None else _allowed(model, parts, found)
 
 
 def capabilities_of(
@@ -87,67 +62,53 @@ def capabilities_of(
 ) -> Capabilities:
     """What is known of a model, or what a comparison with its own logits shows; log why it is slow.
 
-    Args:
-        model: the model, or a module around it.
-        known_ids: ids in ``[0, known_ids)`` are used if the model does not say its vocabulary.
-        kwargs: further arguments of the model's forward pass, used when its logits are needed.
-        step: in which all ranks of the model compare, whatever each knows, and agree on a way.
-
-    Raises:
-        TypeError: the model is an encoder, whose tokens see later ones.
+    Ids in ``[0, known_ids)`` are used if the model does not say its vocabulary, and ``kwargs``
+    where its logits are needed. In a ``step`` all ranks of the model compare, whatever each knows,
+    and agree on a way. An encoder, whose tokens see later ones, is a ``TypeError``.
     """
     known = known_capabilities(model, kwargs) if step is None else None
     if known is not None:
         return known
-    parts, below, now = _look_at(model, kwargs or {}, warns=True)
+    parts = parts_of(model)
+    why = fits(parts)
+    parts = parts if why is None else None
+    now = _state(model, parts, kwargs or {})
     step = step or Step(None)
-    whole, _ = step.agree(ways=FROM_STATES + FROM_LOGITS if parts is None else FROM_STATES)
+    whole, _ = step.agree(ways=UNKNOWN if parts is None else FROM_STATES)
     if whole or parts is None:
         ids = vocabulary_of(model) or known_ids
         verdict = compare_batch(model, device_of(model), ids, kwargs or {})
-        if verdict.telling and not verdict.agrees:
-            why = "sequences in a padded batch do not get the numbers of each alone"
-            _warn(model, DRAWS if verdict.draws else why)
     else:
-        verdict = _compared_parts(model, parts, below, step)
+        verdict = _compared_parts(parts, step)
+    for reason in (why, verdict.why):
+        if reason is not None and (type(model), reason) not in _warned:
+            _warned.add((type(model), reason))
+            text = "%s: %s; its log-probs are computed from all its logits"
+            logger.warning(text, type(model).__name__, reason)
     if verdict.telling:
         _verdicts[model] = [(now, verdict), *_verdicts.get(model, ())][:KEPT]
-    return _allowed(parts, below, verdict)
+    return _allowed(model, parts, verdict)
 
 
-def _allowed(parts: Parts | None, below: int | None, verdict: Verdict) -> Capabilities:
-    same = verdict.agrees
-    parts = parts if same and verdict.splits else None
-    return Capabilities(parts, same, below, verdict.autocast, same and verdict.shares)
+def _allowed(model: Any, parts: Parts | None, verdict: Capabilities) -> Capabilities:
+    below = shared_below(getattr(parts.base if parts else model, "config", None))
+    taken = verdict.together and verdict.splits
+    return verdict._replace(parts=parts if taken else None, below=below)
 
 
-def _look_at(
-    model: Any, kwargs: Mapping[str, Any], warns: bool = False
-) -> tuple[Parts | None, int | None, Any]:
-    """A model's parts, the length that matters to it, and what must be the same for a verdict."""
-    try:
-        parts = split(model)
-    except CannotSplit as why:
-        if warns:
-            _warn(model, str(why))
-        parts = None
-    config = getattr(model if parts is None else parts.base, "config", None)
-    below = shared_below(config)
-    autocast = autocast_of(device_of(model) if parts is None else parts.weight.device)
-    head = parts and (parts.scale, parts.softcap)
-    return parts, below, (_state(model), _copied(config), head, autocast, sorted(kwargs))
+def _state(model: nn.Module, parts: Parts | None, kwargs: Mapping[str, Any]) -> list[Any]:
+    """What must be as it was for a verdict to hold, none of it kept alive.
 
-
-def _state(model: nn.Module) -> list[Any]:
-    """The modules of a model, their types, forwards, modes and hooks, none of them kept alive.
-
-    A verdict holds while they, the configuration and autocast are as they were. What has to hold of
-    the model around its decoder is looked at in each call (``split``), and the values of weights
-    do not matter.
+    These are the modules of a model, their types, forwards, modes and hooks, the configuration and
+    autocast. What has to hold of the model around its decoder is looked at in each call, and the
+    values of weights do not matter.
     """
+    device = parts.weight.device if parts else device_of(model)
+    config = _copied(getattr(parts.base if parts else model, "config", None))
+    found: list[Any] = [config, parts and (parts.scale,), autocast_of(device), sorted(kwargs)]
     modules = modules_of(model)
     kinds = dict.fromkeys(map(type, modules))
-    found: list[Any] = [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
+    found += [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
     found += map(ref, modules)
     for module in modules:
         known, (before, behind) = vars(module), hooks_of(module)
@@ -159,63 +120,54 @@ def _state(model: nn.Module) -> list[Any]:
 
 def _copied(value: Any) -> Any:
     """A copy of settings to compare with."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return list(map(_copied, value))
     return _copied(vars(value)) if hasattr(value, "model_type") else value
 
 
-def _compared_parts(model: Any, parts: Parts, below: int | None, step: Step) -> Verdict:
+def _compared_parts(parts: Parts, step: Step) -> Capabilities:
     """A verdict that all ranks share."""
-    both = FROM_STATES + FROM_LOGITS
     stranger = foreign_in(parts.decoder)
-    strange, _ = step.agree(ways=FROM_STATES if stranger is None else both)
+    strange, _ = step.agree(ways=FROM_STATES if stranger is None else UNKNOWN)
     if strange:  # weights that are 0 at first would hide what it does
-        _warn(model, f"{stranger or 'a forward or a hook on another rank'} is not its library's")
-        return Verdict()
-    verdict, why = Verdict(), ""
+        return Capabilities(
+            f"{stranger or 'a forward or a hook on another rank'} is not its library's"
+        )
+    verdict = Capabilities("its numbers differ on another rank")
     for first in FIRST_IDS:
-        why = "its decoder and head do not compute its own logits in a row of several sequences"
         try:
-            verdict = compare_parts(parts, below, first)
-            why = DRAWS if verdict.draws else why
+            found = compare_parts(parts, first)
         except Exception as error:  # which may not happen again
-            verdict, why = Verdict(telling=False), f"trying it raised {error!r}"
-        differs, _ = step.agree(ways=FROM_STATES if verdict.agrees else both)
+            found = Capabilities(f"trying it raised {error!r}", telling=False)
+        differs, _ = step.agree(ways=FROM_STATES if found.why is None else UNKNOWN)
         if not differs:
-            return verdict
-    _warn(model, why)
-    return verdict._replace(agrees=False)
+            return found
+        verdict = found if found.why else verdict
+    return verdict
 
 
-def _warn(model: Any, why: str) -> None:
-    if (type(model), why) not in _warned:
-        _warned.add((type(model), why))
-        kind = type(model).__name__
-        logger.warning("%s: %s; its log-probs are computed from all its logits", kind, why)
-
-
-def may_share(model: nn.Module, parts: Parts) -> bool:
+def may_share(parts: Parts) -> bool:
     """Whether a model that can share beginnings may do so now, which no verdict knows.
 
     Dropout would be drawn once for all sequences, and a compiled decoder be compiled once more for
     each tree.
     """
-    for module in modules_of(model):
-        if is_compiled_function(module.forward) or compiler_of(module) is not None:
-            return False
-        if module.training and _drops(module):
-            return False
-    return parts.decode is parts.decoder
+    return parts.decode is parts.decoder and not any(
+        is_compiled_function(module.forward)
+        or compiler_of(module) is not None
+        or (module.training and _drops(module))
+        for module in modules_of(parts.model)
+    )
 
 
 def _drops(module: nn.Module) -> bool:
     """Whether a module in training changes values at random, as far as its names tell."""
     kinds = " ".join(kind.__name__ for kind in type(module).__mro__)
-    config = getattr(getattr(module, "config", None), "__dict__", {})
-    named = [(kinds + name, x) for name, x in vars(module).items()]
-    rates = [
-        x for name, x in (*named, *config.items()) if any(word in name.lower() for word in RATES)
-    ]
-    return any(type(x) in (int, float) and x > 0 for x in rates)
+    rates = [(kinds + name, x) for name, x in vars(module).items()]
+    rates += getattr(getattr(module, "config", None), "__dict__", {}).items()
+    return any(
+        type(x) in (int, float) and x > 0 and any(word in name.lower() for word in RATES)
+        for name, x in rates
+    )

@@ -14,119 +14,109 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import DispatchMode
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.forwards import SHARING
-from fusedrl.models.prefix_tree import Part, laid_out, row_of
-from fusedrl.models.split import Parts, autocast_as, autocast_of, uncompiled
-from fusedrl.models.tree_mask import mask_of
+from fusedrl.models.prefix_tree import Part
+from fusedrl.models.split import Parts, autocast_of, shared_below, uncompiled, whole_of
+from fusedrl.models.tree_mask import SHARING, row_of
 from fusedrl.ops import linear_token_log_probs
 
 LENGTH, COMMON = 8, 5  # tokens of each of the two sequences, and of their common beginning
 FAR = 1 << 20  # a position beyond those that rotary embeddings are made for
+DRAWS = "its forward draws random numbers, as for noise"
+PARTS_DIFFER = "its decoder and head do not compute its own logits in a row of several sequences"
+BATCH_DIFFERS = "sequences in a padded batch do not get the numbers of each alone"
 
 
-class Verdict(NamedTuple):
-    """Whether two sequences in one forward pass get the numbers of each alone.
+class Capabilities(NamedTuple):
+    """How the log-probs of a model can be computed, as a comparison found.
 
     Args:
-        agrees: they do.
+        why: why sequences in one forward pass do not get the numbers of each alone; ``None`` if
+            they do, and several share one.
         autocast: the dtype of autocast in the model's forward, whoever enters it.
-        shares: they do too if their row has their common beginning once.
+        shares: whether sequences in a row may have a common beginning once.
         telling: there was something to compare: logits that are not all 0, nor NaN.
-        draws: the forward draws random numbers, other than for dropout.
         splits: what was compared are the decoder and the head, not the whole model.
+        parts: decoder and head, of which sequences share a row; ``None`` for its own logits.
+        below: the length that no sequence of several in a pass reaches; ``None`` for any length.
     """
 
-    agrees: bool = False
+    why: str | None
     autocast: torch.dtype | None = None
     shares: bool = False
     telling: bool = True
-    draws: bool = False
     splits: bool = True
+    parts: Parts | None = None
+    below: int | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether several sequences share a forward pass."""
+        return self.why is None
 
 
-def compare_parts(parts: Parts, below: int | None, first: int = 0) -> Verdict:
+def compare_parts(parts: Parts, first: int = 0) -> Capabilities:
     """Compare log-probs of sequences that share a row with the model's own logits of each alone.
 
-    Args:
-        parts: decoder and head.
-        below: the length from which on the model says that its calls depend on their length.
-        first: the first token id.
+    Their ids begin with ``first``.
     """
     device = parts.embeddings.device
-    rows = _rows(min(parts.classes, len(parts.embeddings)), first)
+    rows = _rows(min(len(parts.head.weight), len(parts.embeddings)), first)
     model = parts.base.forward if parts.shared else uncompiled(parts.model)
-    found = []
+    found = Capabilities(PARTS_DIFFER)
 
     def ask(row: Tensor) -> Tensor:
         ids = row[None].to(device)
-        return _whole(model(input_ids=ids, use_cache=False, return_dict=True).logits)
+        return whole_of(model(input_ids=ids, use_cache=False, return_dict=True).logits)
 
     def compare() -> tuple[Tensor, ...]:
+        nonlocal found
         alone = [ask(row) for row in rows]
         # A head under another autocast than the embeddings is not ours to call.
-        if len(trial.autocasts) == 1:
-            found.append(_compare_parts(parts, rows, alone, below, *trial.autocasts))
+        if len(seen.autocasts) == 1:
+            (autocast,) = seen.autocasts
+            with torch.autocast(device.type, autocast, autocast is not None):
+                found = _compared(parts, rows, alone, autocast)
         return (torch.zeros(1, device=device),)
 
-    with _trial(device, parts) as trial:
+    with _trial(device, parts) as seen:
         parts.within(compare, rows[0][None].to(device))
-        verdict = found[0] if found else Verdict()
-        # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
-        return verdict._replace(agrees=False, draws=True) if trial.draws.found else verdict
+    # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
+    return Capabilities(DRAWS) if seen.draws.found else found
 
 
-def _compare_parts(
-    parts: Parts,
-    rows: list[Tensor],
-    alone: list[Tensor],
-    below: int | None,
-    autocast: torch.dtype | None,
-) -> Verdict:
+def _compared(
+    parts: Parts, rows: list[Tensor], alone: list[Tensor], autocast: torch.dtype | None
+) -> Capabilities:
     own = torch.cat(alone, 1)[0].float()
     ids = torch.cat(rows).to(own.device)
     theirs = own.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
-    near = _tolerance(parts.base, alone[0].dtype, autocast or alone[0].dtype) * _largest(own)
+    near = _rounding(parts.base, own, alone[0].dtype, autocast or alone[0].dtype)
+
+    def score(hidden: Tensor) -> tuple[Tensor, ...]:
+        here = ids.to(hidden.device)
+        return (linear_token_log_probs(hidden, parts.weight, here, **parts.options).log_probs,)
 
     def agrees(tree: list[Part], inputs: dict[str, Any]) -> bool:
         states = parts.hidden(**inputs)[0]
         path = torch.cat([part.path for part in tree[:2]]).to(states.device)
-
-        def score(hidden: Tensor) -> tuple[Tensor, ...]:
-            result = linear_token_log_probs(
-                hidden,
-                parts.weight,
-                ids.to(hidden.device),
-                bias=parts.bias,
-                softcap=parts.softcap,
-                scale=parts.scale,
-                **parts.shard,
-            )
-            return (result.log_probs,)
-
         (ours,) = parts.at_head(states[path], score)
         return _agree(ours, theirs, near)
 
-    with autocast_as(parts.embeddings.device, autocast):
-        # Positions start again, and a token far ahead shows whether a call's length matters.
-        tree = laid_out([LENGTH, LENGTH, 1], [0, 0, 0])
-        packed = row_of([*rows, rows[0][:1]], tree, parts.embeddings.device)
-        packed["position_ids"][0, -1] = FAR if below is None else max(below - 1, 0)
-        same = _causal(alone, near) and agrees(tree, packed)
-        shares = False
-        if same and attention_of(parts.config) in SHARING:
-            tree = laid_out([LENGTH, LENGTH], [0, COMMON])
-            shared = row_of(rows, tree, parts.embeddings.device)
-            shared["attention_mask"] = mask_of(tree, parts.config, parts.embeddings)
-            shares = agrees(tree, shared)
-    return Verdict(same, autocast, shares, near > 0)
+    # Positions start again, and a token far ahead shows whether a call's length matters.
+    tree, inputs = row_of([*rows, rows[0][:1]], [0, 0, 0], parts)
+    below = shared_below(parts.base.config)
+    inputs["position_ids"][0, -1] = FAR if below is None else max(below - 1, 0)
+    same = _causal(alone, near) and agrees(tree, inputs)
+    shares = same and attention_of(parts.config) in SHARING
+    shares = shares and agrees(*row_of(rows, [0, COMMON], parts))
+    return Capabilities(None if same else PARTS_DIFFER, autocast, shares, near > 0)
 
 
 def compare_batch(
     model: Any, device: torch.device, vocabulary: int, kwargs: Mapping[str, Any]
-) -> Verdict:
+) -> Capabilities:
     """Compare the model's own logits of a padded batch with those of each sequence alone.
 
     Raises:
@@ -136,35 +126,31 @@ def compare_batch(
     def ask(rows: list[Tensor]) -> Tensor:
         ids = pad_sequence(rows, batch_first=True).to(device)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
-        return _whole(model(ids, attention_mask=mask, **kwargs)["logits"])[:, -ids.shape[1] :]
+        return whole_of(model(ids, attention_mask=mask, **kwargs)["logits"])[:, -ids.shape[1] :]
 
-    with _trial(device) as trial:
-        rows = _rows(vocabulary)
+    rows = _rows(vocabulary)
+    short = [rows[0][:-1], rows[1][:COMMON]]  # the length of a call may matter too
+    with _trial(device) as seen:
         try:
             alone = [ask([row]) for row in rows]
-        except Exception:  # the caller sees the error again when the model really runs
-            return Verdict(telling=False, splits=False)
-        # Shorter than alone: the length of a call may matter too.
-        short = [rows[0][:-1], rows[1][:COMMON]]
+        except Exception as error:  # the caller sees it again when the model really runs
+            return Capabilities(f"trying it raised {error!r}", telling=False, splits=False)
         try:
             padded = ask(short)
         except Exception:  # the model takes no batch, or no mask
-            padded = None
-        own = torch.cat(alone, 1)
-        near = _tolerance(model, torch.float32) * _largest(own)
-        if not _causal(alone, near):
-            if getattr(getattr(model, "config", None), "is_decoder", None) is False:
-                raise TypeError(
-                    "model: expected a causal language model, got "
-                    f"{type(model).__name__}, whose logits see later tokens; load a causal one, "
-                    "or this one with is_decoder=True"
-                )
-            return Verdict(telling=near > 0, splits=False)
-        if padded is None:
-            return Verdict(splits=False)
-        pairs = zip(padded, alone, map(len, short), strict=True)
-        same = all(_agree(ours[:n], theirs[0, :n], near) for ours, theirs, n in pairs)
-        return Verdict(same, telling=near > 0, draws=trial.draws.found, splits=False)
+            padded = []
+    near = _rounding(model, torch.cat(alone, 1), torch.float32)
+    causal = _causal(alone, near)
+    if not causal and getattr(getattr(model, "config", None), "is_decoder", None) is False:
+        raise TypeError(
+            f"model: expected a causal language model, got {type(model).__name__}, whose logits "
+            "see later tokens; load a causal one, or this one with is_decoder=True"
+        )
+    pairs = zip(padded, alone, map(len, short), strict=False)
+    agreeing = [_agree(ours[:n], theirs[0, :n], near) for ours, theirs, n in pairs]
+    same = causal and agreeing == [True, True]
+    why = DRAWS if seen.draws.found else None if same else BATCH_DIFFERS
+    return Capabilities(why, telling=near > 0, splits=False)
 
 
 def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
@@ -173,21 +159,14 @@ def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
     return [ids[:LENGTH], torch.cat((ids[:COMMON], ids[LENGTH:]))]
 
 
-def _whole(values: Any) -> Tensor:
-    return values.full_tensor() if is_dtensor(values) else values
-
-
-def _tolerance(model: Any, *dtypes: torch.dtype) -> float:
-    """How far apart rounding takes values, beside the largest logit."""
-    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return 5e-2 if min(torch.finfo(x).bits for x in (*weights, *dtypes)) <= 16 else 2e-4
-
-
-def _largest(logits: Tensor) -> float:
-    """The largest finite logit; -1 if there is a NaN, with which nothing agrees."""
+def _rounding(model: Any, logits: Tensor, *dtypes: torch.dtype) -> float:
+    """How far apart rounding takes values; below 0 if there is a NaN, with which nothing agrees."""
     if bool(logits.isnan().any()):
         return -1.0
-    return logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    half = min(torch.finfo(x).bits for x in (*weights, *dtypes)) <= 16
+    largest = logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return (5e-2 if half else 2e-4) * largest
 
 
 def _causal(alone: list[Tensor], near: float) -> bool:

@@ -51,46 +51,31 @@ def causal_divergences(
             decoder and head, or has a head that is spread over ranks.
     """
     batch = tokens, lengths, mask, max_tokens_per_forward, share_prefixes, None
+
+    def from_classes(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
+        ids, log_probs = (x[places.to(x.device)].to(hidden.device) for x in teacher)
+        kind = {"direction": direction, **parts.options}
+        return linear_top_k_kl(hidden, parts.weight, ids, log_probs, **kind)
+
     with together("divergences", model, teacher):
-        return _divergences(model, teacher, batch, direction)
+        if isinstance(teacher, Classes):
+            return _scored("model", model, batch, from_classes)[0]
+        with torch.no_grad():
+            states, ref = _scored("teacher", teacher, batch, lambda hidden, *_: hidden)
 
+        def from_heads(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
+            ours = {"hidden": hidden, "weight": parts.weight, **parts.options}
+            rows = states[places.to(states.device)]
+            theirs = {"hidden": rows, "weight": ref.weight, **ref.options}
+            heads = {**ours, **{f"ref_{name}": x for name, x in theirs.items()}}
+            dtype = torch.promote_types(hidden.dtype, states.dtype)
+            for name, x in heads.items():
+                if isinstance(x, Tensor):
+                    x = x.detach() if name.startswith("ref_") else x
+                    heads[name] = x.to(hidden.device, dtype)
+            return linear_exact_kl(**heads, direction=direction).kl
 
-def _divergences(model: Any, teacher: Any, batch: tuple[Any, ...], direction: str) -> Tensor:
-    if isinstance(teacher, Classes):
-
-        def from_classes(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
-            ids, log_probs = (x[places.to(x.device)].to(hidden.device) for x in teacher)
-            return linear_top_k_kl(
-                *(hidden, parts.weight, ids, log_probs),
-                direction=direction,
-                bias=parts.bias,
-                softcap=parts.softcap,
-                scale=parts.scale,
-            )
-
-        return _scored("model", model, batch, from_classes)[0]
-    with torch.no_grad():
-        states, ref = _scored("teacher", teacher, batch, lambda hidden, *_: hidden)
-
-    def from_heads(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
-        dtype = torch.promote_types(hidden.dtype, states.dtype)
-
-        def like(x: Tensor | None) -> Any:
-            return None if x is None else x.to(hidden.device, dtype)
-
-        return linear_exact_kl(
-            *(like(hidden), like(parts.weight)),
-            *(like(states[places.to(states.device)]), like(ref.weight.detach())),
-            direction=direction,
-            bias=like(parts.bias),
-            ref_bias=like(None if ref.bias is None else ref.bias.detach()),
-            softcap=parts.softcap,
-            ref_softcap=ref.softcap,
-            scale=parts.scale,
-            ref_scale=ref.scale,
-        ).kl
-
-    return _scored("model", model, batch, from_heads)[0]
+        return _scored("model", model, batch, from_heads)[0]
 
 
 def _scored(
@@ -102,7 +87,7 @@ def _scored(
     """What ``function`` makes of the states of kept tokens, ``[N, ...]``, and the model's parts."""
     with planned(model, *batch) as plan:
         parts = plan.capabilities.parts
-        if parts is None or parts.shard or (name == "teacher" and parts.gathered):
+        if parts is None or parts.sharded or (name == "teacher" and parts.gathered):
             raise ValueError(
                 f"{name}: expected a model whose decoder and head can be called by themselves, "
                 f"got {type(plan.model).__name__}; use the k3 estimate with it"

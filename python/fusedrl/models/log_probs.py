@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedrl.models.checks import check_all_classes, check_vocabulary, logits_of
-from fusedrl.models.plan import Plan, at_kept_states, planned
+from fusedrl.models.plan import (
+    Plan,
+    at_kept_states,
+    check_all_classes,
+    check_vocabulary,
+    planned,
+)
 from fusedrl.models.split import Parts, device_of, vocabulary_of
 from fusedrl.ops import linear_token_log_probs, token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
@@ -33,9 +39,7 @@ def causal_log_probs(
     Several sequences share a row of the decoder, nothing after the last kept token of each is
     computed, and the head is multiplied with those hidden states only that predict kept tokens.
     This is so for types of models that are tested, if they agree with their own logits where they
-    are used first, and after a change. All others compute their own logits, of padded batches. A
-    sequence that is so long that it would change the results of others in the same forward pass
-    (LongRoPE, dynamic NTK) runs alone.
+    are used first, and after a change. All others compute their own logits, of padded batches.
 
     Args:
         model: the model, a peft model around one, or :class:`fusedrl.models.WithoutAdapters`.
@@ -44,13 +48,11 @@ def causal_log_probs(
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
             longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
-            4096 otherwise. The default is at least 4096 (1024 with eager attention) where sequences
-            share a beginning, and where FSDP gathers weights for each pass. If several ranks ask a
-            model for its logits, which may be sharded over them, all tokens go into one pass.
+            4096 otherwise; at least 4096 (1024 with eager attention) where sequences share a
+            beginning or FSDP gathers weights; all tokens if ranks ask a model for its logits.
         share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
-            for all of them, where the model's type and attention (sdpa, eager) are known to allow
-            it, and in blocks of 16 tokens. It does not do so in a model that drops out or is
-            compiled. Results differ by rounding.
+            for all of them, where the model's type and attention (sdpa, eager) allow it, unless it
+            drops out or is compiled. Results differ by rounding.
         temperature: positive divisor of the logits.
         entropy: also compute the entropy of each kept token's distribution.
         model_kwargs: more arguments of the model's forward where its logits are needed.
@@ -62,7 +64,7 @@ def causal_log_probs(
         kept, one is computed, so that the gradients are 0 and not missing.
 
     Raises:
-        TypeError: the model is not a causal language model, or lengths are not integers.
+        TypeError: tokens of the model see later ones.
         ValueError: lengths or mask do not fit the tokens, the model has no positions for so long a
             sequence, or an id is outside of its vocabulary.
 
@@ -91,51 +93,42 @@ def causal_log_probs(
 def _from_states(plan: Plan, parts: Parts, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the hidden states."""
     tokens = plan.tokens[plan.places]
-    which = None
-    if plan.shares:  # a token that sequences share is multiplied with the head once
-        first, which = plan.distinct(tokens)
-        tokens = tokens[first]
+    first = which = torch.arange(len(tokens), device="cpu")
+    if plan.follows:  # a token that sequences share is multiplied with the head once
+        before = accumulate((one.inputs["input_ids"].numel() for one in plan.passes), initial=0)
+        numbered = zip(plan.passes, before, strict=False)
+        states = torch.cat([one.predicting + place for one, place in numbered])
+        pairs, which = ((states << 32) + tokens).unique(return_inverse=True)  # ids have 31 bits
+        first = which.new_empty(len(pairs)).scatter_(0, which, first)
 
     def score(hidden: Tensor) -> tuple[Tensor, ...]:
-        result = linear_token_log_probs(
-            hidden if which is None else hidden[first.to(hidden.device)],
-            parts.weight,
-            tokens.to(hidden.device),
-            bias=parts.bias,
-            softcap=parts.softcap,
-            scale=parts.scale,
-            **parts.shard,
-            **options,
-        )
-        columns = _columns(result)
-        return columns if which is None else tuple(x[which.to(x.device)] for x in columns)
+        ids, rows = tokens[first].to(hidden.device), first.to(hidden.device)
+        hidden = hidden[rows] if plan.follows else hidden
+        result = linear_token_log_probs(hidden, parts.weight, ids, **parts.options, **options)
+        found = [x for x in result if x is not None]
+        return tuple(x[which.to(x.device)] if plan.follows else x for x in found)
 
     return at_kept_states(plan, parts, score)
 
 
 def _from_logits(plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
     """Log-probs of the kept tokens, and entropies if asked for, from the model's own logits."""
-    model = plan.model
-    device = device_of(model)
+    device = device_of(plan.model)
     scored = []
     for number, one in enumerate(plan.passes, 1):
         inputs = dict(one.inputs)
         ids = inputs.pop("input_ids")
         mask = torch.zeros(ids.numel(), dtype=torch.bool, device="cpu")
-        mask[one.read] = True
+        mask[one.predicting + 1] = True
         mask = mask.view(ids.shape).to(device)
         with plan.step.collective():
-            output = model(ids, **inputs, **plan.kwargs)
+            output = plan.model(ids, **inputs, **plan.kwargs)
         # Other ranks may have begun the next pass.
         with plan.step.collective() if number < len(plan.passes) else nullcontext():
-            logits = logits_of(model, output, ids)
-            check_all_classes(logits.shape[-1], vocabulary_of(model))
+            # Behind what prompt tuning puts before.
+            logits = output["logits"][:, -ids.shape[1] :]
+            check_all_classes(logits.shape[-1], vocabulary_of(plan.model))
             check_vocabulary(plan.tokens, logits.shape[-1], one.places)
             result = token_log_probs(logits, ids, mask, shift=True, **options)
-            scored.append([column[mask] for column in _columns(result)])
+            scored.append([column[mask] for column in result if column is not None])
     return tuple(torch.cat(column) for column in zip(*scored, strict=True))
-
-
-def _columns(result: TokenLogProbs) -> tuple[Tensor, ...]:
-    log_probs, entropy = result
-    return (log_probs,) if entropy is None else (log_probs, entropy)

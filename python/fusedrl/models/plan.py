@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import accumulate
+from operator import index as int_of
 from typing import Any, NamedTuple
 
 import torch
@@ -14,40 +12,31 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.channel.following import one_version
-from fusedrl.compat.transformers import attention_of, has_reentrant_checkpoints
-from fusedrl.models import forwards
-from fusedrl.models.capabilities import (
-    Capabilities,
-    capabilities_of,
-    known_capabilities,
-    may_share,
+from fusedrl.compat.torch import buffers_of, parameters_of
+from fusedrl.compat.transformers import has_reentrant_checkpoints
+from fusedrl.models.capabilities import capabilities_of, known_capabilities
+from fusedrl.models.comparison import UNCOMPILED, Capabilities
+from fusedrl.models.forwards import (
+    Pass,
+    Scored,
+    check_limit,
+    nothing_of,
+    passes_of,
+    scored_sequences,
 )
-from fusedrl.models.checks import (
-    check_all_classes,
-    check_context,
-    check_model,
-    check_sequences,
-    check_vocabulary,
-)
-from fusedrl.models.comparison import UNCOMPILED
-from fusedrl.models.prefix_tree import Part
-from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, Step, together
-from fusedrl.models.sequences import Pass, Scored, nothing_of, passes_of, scored_sequences
-from fusedrl.models.split import Parts, autocast_as, device_of, modules_of, unwrapped, vocabulary_of
+from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, UNKNOWN, Step, together
+from fusedrl.models.split import Parts, modules_of, text_config, vocabulary_of
+from fusedrl.models.without_adapters import WithoutAdapters
 
-logger = logging.getLogger("fusedrl")
+_CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+# Learned positions may begin at an offset, as those of OPT and BART do.
+_OFFSET = 8
 
 
 class Plan(NamedTuple):
-    """The forward passes of a call of :func:`causal_log_probs` or its like.
+    """The forward passes of a call over the kept ones of ``tokens``, ``[N]`` on the CPU.
 
-    Args:
-        model: the model to call.
-        tokens: packed token ids ``[N]``, on the CPU.
-        kwargs: further arguments of the model's forward pass, used when its logits are needed.
-        capabilities: what the model allows.
-        passes: at least one, over the kept tokens.
-        step: what the ranks of the model agree on.
+    ``kwargs`` are for a model that is asked for its logits. The ranks of a model agree in ``step``.
     """
 
     model: Any
@@ -68,32 +57,16 @@ class Plan(NamedTuple):
         return column.index_copy(0, self.places.to(values.device), values)
 
     @property
-    def shares(self) -> bool:
-        """Whether sequences share tokens in any pass."""
-        return any(one.shares for one in self.passes)
-
-    def distinct(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of kept tokens without those that one state predicts more than once.
-
-        Args:
-            tokens: the kept tokens, ``[K]``, on the CPU.
-
-        Returns:
-            Which rows these are, and which of them each row is.
-        """
-        before = accumulate((one.inputs["input_ids"].numel() for one in self.passes), initial=0)
-        numbered = zip(self.passes, before, strict=False)
-        states = torch.cat([one.predicting + first for one, first in numbered])
-        found, which = ((states << 32) + tokens).unique(return_inverse=True)  # ids have 31 bits
-        first = which.new_empty(len(found))
-        return first.scatter_(0, which, torch.arange(len(which), device="cpu")), which
+    def follows(self) -> bool:
+        """Whether sequences share tokens in a pass, or may."""
+        return any(one.follows for one in self.passes)
 
 
 @contextmanager
 def planned(
     model: Any,
     tokens: Tensor,
-    lengths: Sequence[int],
+    lengths: Any,
     mask: Tensor | None,
     max_tokens_per_forward: int | None,
     share_prefixes: bool,
@@ -105,48 +78,115 @@ def planned(
     the one with the most.
     """
     with together("log-probs", model) as step:
-        lengths = check_sequences(tokens, lengths, mask, max_tokens_per_forward)
-        model, context = unwrapped(model)
-        check_model(model)
+        lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        lengths = [int_of(n) for n in lengths]
+        _check_packed(tokens, lengths, mask)
+        check_limit(max_tokens_per_forward)
+        context: Any = nullcontext()
+        if isinstance(model, WithoutAdapters):
+            model, context = model.adapted, model.disabled()
         tokens = tokens.cpu().long()
         check_vocabulary(tokens, vocabulary_of(model))
-        check_context(model, lengths)
-        work = [row for row in scored_sequences(tokens, lengths, mask) if len(row.kept)]
+        _check_context(model, lengths)
+        work = scored_sequences(tokens, lengths, mask)
         kwargs = dict(model_kwargs or {})
         options = max_tokens_per_forward, share_prefixes, step.alone
         with context, one_version(model):
             found = known_capabilities(model, kwargs)
             passes = [] if found is None else _passes(model, found, tokens, work, *options)
-            differ, most = step.agree(ways=_ways(found), passes=len(passes))
+            ways = UNKNOWN if found is None else FROM_STATES if found.parts else FROM_LOGITS
+            differ, most = step.agree(ways=ways, passes=len(passes))
             if differ or found is None:
                 known_ids = int(tokens.max()) + 1 if len(tokens) else 1
                 with step.collective():
                     found = capabilities_of(model, known_ids, kwargs, step)
                 passes = _passes(model, found, tokens, work, *options)
                 _, most = step.agree(passes=len(passes))
-            log_shared(model, [part for one in passes for part in one.parts])
             if len(passes) < (most := max(most, 1)):
-                device = _device_of(model, found)
-                empty = passes_of(found, [nothing_of(tokens)], device, 1, 1, None)
+                empty = passes_of(model, found, [nothing_of(tokens)], 1, False)
                 passes += empty * (most - len(passes))
             yield Plan(model, tokens, kwargs, found, passes, step)
 
 
-def _ways(found: Capabilities | None) -> int:
-    if found is None:
-        return FROM_STATES + FROM_LOGITS
-    return FROM_LOGITS if found.parts is None else FROM_STATES
+def _check_packed(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> None:
+    """Refuse what would be taken for other tokens, or for another mask."""
+    other = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    if tokens.dim() != 1 or other or sum(lengths) != len(tokens):
+        raise ValueError(
+            f"tokens: expected [{sum(lengths)}] integers, as many as the lengths sum to, got "
+            f"{tuple(tokens.shape)} of {tokens.dtype}; concatenate the sequences"
+        )
+    if mask is not None and (mask.shape != tokens.shape or mask.dtype != torch.bool):
+        raise ValueError(
+            f"mask: expected bool of shape {tuple(tokens.shape)}, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}; convert it with .bool(), and concatenate the sequences' masks"
+        )
 
 
-def _device_of(model: Any, capabilities: Capabilities) -> torch.device:
-    """Where a forward pass begins."""
-    parts = capabilities.parts
-    return device_of(model) if parts is None else parts.embeddings.device
+def _check_context(model: Any, lengths: Sequence[int]) -> None:
+    """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
+
+    Only a table of positions is a bound, beyond which a GPU's error would end the process.
+    """
+    told = [getattr(text_config(model), name, None) for name in _CONTEXTS]
+    context = next((value for value in told if isinstance(value, int)), None)
+    longest = max(lengths, default=0)
+    if context is not None and longest > context and _has_table(model, context):
+        raise ValueError(
+            f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, the "
+            f"model's context, got {longest}; truncate or split it"
+        )
+
+
+def _has_table(model: Any, context: int) -> bool:
+    """Whether a model holds a table of as many positions as its context has, and no more.
+
+    Such a table may be learned positions, or sines or a causal mask that are computed once. Rotary
+    embeddings, ALiBi and recurrent states have none, and run beyond the context.
+    """
+    inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for module in model.modules():
+        rows = getattr(module, "num_embeddings", None)
+        if isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET:
+            return True
+        own = [*buffers_of(module).values()]
+        own += [weight for name, weight in parameters_of(module).items() if "pos" in name]
+        if any(x is not None and x.dim() > 1 and context in x.shape for x in own):
+            return True
+    return False
+
+
+def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:
+    """Refuse negative ids and those from ``size`` on, of all tokens or of those at ``places``."""
+    outside = (tokens < 0) | (tokens >= (torch.inf if size is None else size))
+    if places is not None:
+        outside &= torch.zeros_like(outside).index_fill(0, places, True)
+    if bool(outside.any()):
+        i = int(outside.nonzero()[0])
+        raise ValueError(
+            f"tokens: expected ids in [0, {'V' if size is None else size}), the model's "
+            f"vocabulary, got {int(tokens[i])} at token {i}; use the model's tokenizer, or "
+            "resize_token_embeddings"
+        )
+
+
+def check_all_classes(classes: int, embedded: int | None) -> None:
+    """Refuse the logits of one shard of a vocabulary, as its rank has them.
+
+    A head may have a few classes less than its model embeds ids. One of several shards has half of
+    them or less, and log-probs over a shard alone are wrong.
+    """
+    if embedded is not None and classes <= (embedded + 1) // 2:
+        raise ValueError(
+            f"model: expected logits of the {embedded} ids that it embeds, got those of {classes}, "
+            "as a head that is sharded over the vocabulary gives; gather its logits, or pass the "
+            "shard to linear_token_log_probs with vocab_offset= and vocab_group="
+        )
 
 
 def _passes(
     model: Any,
-    capabilities: Capabilities,
+    found: Capabilities,
     tokens: Tensor,
     work: list[Scored],
     limit: int | None,
@@ -154,36 +194,20 @@ def _passes(
     alone: bool,
 ) -> list[Pass]:
     """The forward passes over the kept tokens, after a look whether they are in the head."""
-    parts, device, follows = capabilities.parts, _device_of(model, capabilities), False
-    may: Callable[[], bool] | None = None
-    if parts is not None:
-        check_all_classes(parts.classes, len(parts.embeddings))
+    if found.parts is not None:
+        classes = len(found.parts.head.weight)
+        check_all_classes(classes, len(found.parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
-        check_vocabulary(tokens, parts.classes, torch.cat(places))
-        attention = attention_of(parts.config)
-        usual = forwards.tokens_per_forward(device, attention)
-        most = max(usual, forwards.SHARING.get(str(attention), 0))
-        if capabilities.shares:
-            may = partial(may_share, model, parts)
-            # A model that gathers its weights for each pass makes fewer passes, of long rows, in
-            # which attention then follows the sequences.
-            follows = parts.gathered and may()
-        usual = most if follows else usual
-    else:
-        usual = forwards.tokens_per_forward(device, None)
-        if not alone:  # what wraps the model may take one forward pass for one backward pass
-            usual = max(usual, len(tokens) * len(work))
-        most = usual
-    limits = limit or usual, limit or most
-    passes = passes_of(capabilities, work, device, *limits, may if share else None, follows)
-    if alone or len(passes) < 2 or not _takes_one_pass(model):
-        return passes
-    width = max(len(row.tokens) for row in work)
-    if len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
-        capabilities = capabilities._replace(parts=None)  # a padded batch, no row
-    limit = limit or len(work) * width
-    passes = passes_of(capabilities, work, device, limit, limit, may if share else None, follows)
-    if len(passes) > 1:
+        check_vocabulary(tokens, classes, torch.cat(places))
+    one = not alone and _takes_one_pass(model)
+    width = max((len(row.tokens) for row in work), default=1)
+    if one and len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
+        found = found._replace(parts=None)  # a padded batch, no row
+    # What wraps the model may take one forward pass for one backward pass.
+    if one or (not alone and found.parts is None):
+        limit = limit or max(len(work), 1) * width
+    passes = passes_of(model, found, work, limit, share)
+    if one and len(passes) > 1:
         raise ValueError(
             f"max_tokens_per_forward: expected all tokens in one forward pass, which is all that a "
             f"DistributedDataParallel takes with reentrant checkpoints, got {len(passes)} passes; "
@@ -207,41 +231,23 @@ def at_kept_states(
 
     It runs where the weight of the head is whole, in the block of :func:`planned`.
     """
-    # Whatever is compiled around the decoder or called by it would be compiled once for each tree,
-    # and cannot guard the tree's mask.
-    follows = any(one.follows for one in plan.passes)
-    run: Any = torch.compiler.disable(_uncompiled) if follows else _at_kept_states
-    return run(plan, parts, function)
 
-
-def _uncompiled(
-    plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
-    with UNCOMPILED:
-        return _at_kept_states(plan, parts, function)
-
-
-def _at_kept_states(
-    plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...]:
     def compute() -> tuple[Tensor, ...]:
-        hidden = []
-        with autocast_as(parts.weight.device, plan.capabilities.autocast):
+        hidden, autocast = [], plan.capabilities.autocast
+        with torch.autocast(parts.weight.device.type, autocast, autocast is not None):
             with plan.step.collective():
                 for one in plan.passes:
                     states = parts.hidden(**one.inputs).flatten(0, 1)
                     hidden.append(states[one.predicting.to(states.device)])
             # Ranks with parts of a head put together what it makes.
-            with plan.step.collective() if parts.shard else nullcontext():
+            with plan.step.collective() if parts.sharded else nullcontext():
                 return parts.at_head(torch.cat(hidden), function)
 
-    return parts.within(compute, plan.passes[0].inputs["input_ids"])
+    def run() -> tuple[Tensor, ...]:
+        with UNCOMPILED if plan.follows else nullcontext():
+            return parts.within(compute, plan.passes[0].inputs["input_ids"])
 
-
-def log_shared(model: Any, parts: Sequence[Part]) -> None:
-    """Say at debug level how many tokens of sequences are computed, if they share some."""
-    whole = sum(len(part.path) for part in parts)
-    own = sum(part.own for part in parts)
-    if own < whole:
-        kind = type(model).__name__
-        logger.debug("%s: %d of %d tokens computed, the others are shared", kind, own, whole)
+    # Whatever is compiled around the decoder or called by it would be compiled once for each tree,
+    # and cannot guard the tree's mask.
+    called: Any = torch.compiler.disable(run) if plan.follows else run
+    return called()

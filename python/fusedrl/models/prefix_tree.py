@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +22,18 @@ LEAST = 32  # tokens of a beginning that is worth sharing
 class Part(NamedTuple):
     """Where a sequence is in a row of tokens.
 
-    Args:
-        path: places of all its tokens, ``[T]``, those that it shares among them.
-        first: place of the first token of its own.
-        own: number of these, the last ones of the sequence.
+    ``path`` has the places of all its tokens, ``[T]``. The last ``own`` of them are its own, from
+    the place ``first`` on.
     """
 
     path: Tensor
     first: int
     own: int
+
+    @property
+    def shared(self) -> int:
+        """How many tokens it has of other sequences."""
+        return len(self.path) - self.own
 
 
 def in_order(rows: Sequence[Tensor]) -> list[int]:
@@ -46,8 +49,8 @@ def shared_with_former(rows: Sequence[Tensor]) -> list[int]:
     shared = [0] * min(len(rows), 1)
     for former, row in pairwise(rows):
         shortest = min(len(former), len(row))
-        different = former[:shortest] != row[:shortest]
-        common = int(different.int().argmax()) if bool(different.any()) else shortest
+        different = (former[:shortest] != row[:shortest]).nonzero()
+        common = int(different[0]) if len(different) else shortest
         if common < len(former):
             common -= common % BLOCK
         shared.append(common if common >= LEAST else 0)
@@ -98,16 +101,3 @@ def laid_out(lengths: Sequence[int], shared: Sequence[int]) -> list[Part]:
         parts.append(Part(path, first, len(own)))
         first += len(own)
     return parts
-
-
-def row_of(rows: Sequence[Tensor], parts: Sequence[Part], device: torch.device) -> dict[str, Any]:
-    """The ids and positions of one row of sequences, each with the tokens of its own."""
-    common = [len(part.path) - part.own for part in parts]
-    ids = torch.cat([row[first:] for row, first in zip(rows, common, strict=True)])
-    positions = torch.cat(
-        [
-            torch.arange(first, len(part.path), device="cpu")
-            for part, first in zip(parts, common, strict=True)
-        ]
-    )
-    return {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}

@@ -24,7 +24,7 @@ from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharde
 logger = logging.getLogger("fusedrl")
 
 SILENCE = timedelta(seconds=20)  # after which a rank says that it waits for others
-FROM_STATES, FROM_LOGITS = 1, 2  # ways to compute log-probs
+FROM_STATES, FROM_LOGITS, UNKNOWN = 1, 2, 3  # ways to compute log-probs, or either
 
 
 class Apart(RuntimeError):
@@ -32,31 +32,21 @@ class Apart(RuntimeError):
 
 
 class Ranks(NamedTuple):
-    """The ranks over which a model is spread.
+    """The groups of ranks over which a model is spread.
 
-    Args:
-        groups: their process groups, each once.
-        gathers: whether a forward pass has collectives within the module, as FSDP's has. DDP's has
-            one of buffers, before the module runs.
+    A forward pass that ``gathers`` has collectives within the module, as FSDP's has. DDP's has one
+    of buffers, before the module runs.
     """
 
     groups: tuple[Any, ...]
     gathers: bool
 
-    def largest(self, *values: int) -> list[int]:
-        """The largest of each value over the ranks. Every rank has to call it."""
-        return [int(value) for value in self._reduced(values, distributed.ReduceOp.MAX)]
-
-    def total(self, *values: float) -> list[float]:
-        """The sum of each value over the ranks. Every rank has to call it."""
-        return self._reduced(values, distributed.ReduceOp.SUM)
-
-    def _reduced(self, values: tuple[float, ...], operation: Any) -> list[float]:
+    def reduced(self, operation: Any, *values: float) -> list[float]:
+        """The largest of each value over the ranks, or the sum. Every rank has to call it."""
         reduced = torch.tensor(values, dtype=torch.float64, device="cpu")
         for group in self.groups:
             reduced = reduced.to(_device_of(group))
-            work = distributed.all_reduce(reduced, operation, group=group, async_op=True)
-            assert work is not None
+            work: Any = distributed.all_reduce(reduced, operation, group=group, async_op=True)
             _wait(work, reduced.device)
         return reduced.tolist()
 
@@ -125,11 +115,6 @@ class _Call:
 
     Every agreement says which one it is, and of which call, so that a rank cannot take another one
     for its own. Nothing follows an error.
-
-    Args:
-        kind: what is called.
-        models: whose ranks take part, and the ranks of each.
-        groups: those of all models, by name.
     """
 
     def __init__(
@@ -142,20 +127,15 @@ class _Call:
         self._number = _numbers[self._first] = _numbers.get(self._first, 0) + 1
 
     def meet(self, *values: int, failing: int = 0) -> list[int]:
-        """The largest of four values over the ranks.
-
-        Raises:
-            RuntimeError: a rank has had an error, or is at another agreement.
-        """
+        """The largest of four values over the ranks, or the error of a rank that is not here."""
         self._met += 1
         this = crc32(f"{self._kind}, {self._number}, {self._met}".encode())
-        values = (*values, 0, 0, 0, 0)[:4]
         with interrupted_later():  # or a rank would not know whether the others have its numbers
             self.over = True
             ranks = Ranks(tuple(self.groups.values()), True)
-            failing, number, most, least, *largest = ranks.largest(
-                failing, self._number, this, -this, *values
-            )
+            numbers = failing, self._number, this, -this, *(*values, 0, 0, 0, 0)[:4]
+            largest = map(int, ranks.reduced(distributed.ReduceOp.MAX, *numbers))
+            failing, number, most, least, *found = largest
             _numbers[self._first] = number  # ranks are in step again, whatever was
             self.over = bool(failing) or most != -least
         if failing:
@@ -169,7 +149,7 @@ class _Call:
                 f"as call {self._number} of this rank, and another one on another rank; make it on "
                 "all, or pass the module inside of DDP to a call of one rank"
             )
-        return largest
+        return found
 
     def fail(self) -> None:
         """Tell the other ranks that this one has had an error, if they wait for it."""
@@ -184,12 +164,7 @@ _running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
 class Step(NamedTuple):
-    """What the ranks of a model agree on in a call. One process alone agrees with itself.
-
-    Args:
-        ranks: of the model; ``None`` for a model of this process.
-        call: in which they agree.
-    """
+    """What the ranks of a model agree on in a call. One process alone agrees with itself."""
 
     ranks: Ranks | None
     call: _Call | None = None
@@ -202,15 +177,9 @@ class Step(NamedTuple):
     def agree(self, *, apart: bool = False, ways: int = 0, passes: int = 0) -> tuple[bool, int]:
         """Whether the ranks go several ways, and the most forward passes of a rank.
 
-        Args:
-            apart: this rank computes its part without this module.
-            ways: that this rank may go: :data:`FROM_STATES`, :data:`FROM_LOGITS`, or the sum of
-                both if it does not know.
-            passes: how many forward passes this rank makes, as far as it knows.
-
-        Raises:
-            RuntimeError: another rank has had an error, or makes another call.
-            Apart: another rank computes without this module.
+        ``apart`` says that this rank computes its part without this module, which is
+        :class:`Apart` for others; ``ways``, how it may compute log-probs; ``passes``, how many
+        forward passes it makes as far as it knows.
         """
         if self.ranks is None or self.call is None:
             return ways == FROM_STATES + FROM_LOGITS, passes
@@ -242,7 +211,7 @@ class Step(NamedTuple):
             return list(values)
         with interrupted_later():
             self.call.meet()
-            return self.ranks.total(*values)
+            return self.ranks.reduced(distributed.ReduceOp.SUM, *values)
 
     def largest(self, value: int) -> int:
         """The largest value over the ranks."""

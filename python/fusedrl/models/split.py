@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from fusedrl.compat.torch import (
 )
 from fusedrl.compat.transformers import attention_functions, attention_of
 from fusedrl.models.as_forward import as_forward
-from fusedrl.models.without_adapters import WithoutAdapters
 
 # Types that are decoder and head alone, in which attention alone mixes tokens, each tested in
 # tests/models with sequences longer than its windows. A comparison is too short to show a window.
@@ -41,19 +39,18 @@ TESTED = frozenset(
 MAKERS = frozenset(("transformers", "torch", "accelerate", "peft", "trl"))
 # Beside them those whose layers stand in the place of theirs inside of a decoder.
 MAKERS_OF_LAYERS = MAKERS | {"liger_kernel", "bitsandbytes", "torchao", "kernels"}
+# Rotary embeddings whose frequencies depend on the longest position of the call.
+_FOLLOWING = ("dynamic", "longrope", "su")
+_TRAINED = ("original_max_position_embeddings", "max_position_embeddings")
 ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
 
 
-class CannotSplit(Exception):
-    """A model's log-probs have to come from its own logits; the message says why."""
-
-
 class Parts(NamedTuple):
-    """The decoder and the head of ``base``, as :func:`fusedrl.linear_token_log_probs` takes it.
+    """The decoder and the head of ``base``, which ``model`` is or wraps.
 
-    ``decode`` calls the decoder, compiled if the decoder or the model is. Both compute
-    :meth:`within` the model's forward, if ranks share it. The head's weight may be ``gathered``
-    for the duration of that alone.
+    ``decode`` calls the decoder, compiled if the decoder or the model is. If ranks have the model
+    ``shared``, both compute :meth:`within` its forward. The head's weight may be ``gathered`` for
+    the duration of that alone.
     """
 
     model: nn.Module
@@ -79,27 +76,22 @@ class Parts(NamedTuple):
         return part_of_rank(self.head.weight)
 
     @property
-    def bias(self) -> Tensor | None:
-        """The bias of the head, ``[V]``, or this rank's shard of it, if the head has one."""
-        return None if self.head.bias is None else part_of_rank(self.head.bias)
-
-    @property
-    def classes(self) -> int:
-        """How many logits a token has."""
-        return self.head.weight.shape[0]
-
-    @property
-    def shard(self) -> dict[str, Any]:
-        """Where this rank's part of the head is, as our ops take it; empty for a whole head."""
+    def options(self) -> dict[str, Any]:
+        """What our ops take beside hidden states and weight, with where a shard of it begins."""
         weight: Any = self.head.weight
-        if self.gathered or not is_dtensor(weight):
-            return {}
-        mesh = weight.device_mesh
-        each = -(-self.classes // mesh.size())  # as torch.chunk cuts it
-        return {
-            "vocab_offset": min(mesh.get_local_rank() * each, self.classes),
-            "vocab_group": mesh.get_group(),
-        }
+        bias = None if self.head.bias is None else part_of_rank(self.head.bias)
+        found = {"bias": bias, "softcap": self.softcap, "scale": self.scale}
+        if self.sharded:
+            mesh, classes = weight.device_mesh, len(weight)
+            each = -(-classes // mesh.size())  # as torch.chunk cuts it
+            found["vocab_offset"] = min(mesh.get_local_rank() * each, classes)
+            found["vocab_group"] = mesh.get_group()
+        return found
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks have a part of the head each, and put together what they make of it."""
+        return is_dtensor(self.head.weight) and not self.gathered
 
     def hidden(self, **inputs: Any) -> Tensor:
         """The decoder's last hidden states, ``[B, T, H]``, in the dtype of the head."""
@@ -110,13 +102,9 @@ class Parts(NamedTuple):
         return hidden.to(self.weight.device, self.weight.dtype)
 
     def within(self, function: Callable[[], tuple[Tensor, ...]], ids: Tensor) -> tuple[Tensor, ...]:
-        """What ``function`` returns, within the forward of a model that ranks share.
+        """What ``function`` returns, within the forward of a model that ranks share, for some ids.
 
         There the weights are whole, and FSDP and DDP see what leaves it.
-
-        Args:
-            function: computes with the decoder and the head.
-            ids: token ids that the model could take.
         """
         if not self.shared:
             return function()
@@ -127,25 +115,13 @@ class Parts(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """What ``function`` makes of hidden states, where the head's weight is whole."""
         if not is_fully_sharded(self.head):
-            return function(_whole(hidden))
+            return function(whole_of(hidden))
         return as_forward(self.head, function, lambda: self.head(hidden))
 
 
-def _is_shard(weight: Any) -> bool:
-    """Whether ranks of one dimension have a part of the classes each, and can put them together."""
-    return is_dtensor(weight) and weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
-
-
-def _whole(hidden: Any) -> Tensor:
-    """Hidden states as a tensor of this rank, whose gradient is that of all classes."""
-    return hidden.full_tensor() if is_dtensor(hidden) else hidden
-
-
-def unwrapped(model: Any) -> tuple[Any, AbstractContextManager[None]]:
-    """The model to call, and the context in which its adapters are as they should be."""
-    if isinstance(model, WithoutAdapters):
-        return model.adapted, model.disabled()
-    return model, nullcontext()
+def whole_of(values: Any) -> Tensor:
+    """Values as a tensor of this rank, whose gradient is that of all classes."""
+    return values.full_tensor() if is_dtensor(values) else values
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:
@@ -153,13 +129,6 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def autocast_as(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """A block in which autocast is as :func:`autocast_of` once found it."""
-    if autocast_of(device) == dtype:
-        return nullcontext()
-    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -170,100 +139,124 @@ def device_of(model: nn.Module) -> torch.device:
 
 def chain_of(model: Any) -> list[Any]:
     """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
-    chain = [model]
-    while True:
-        outer = chain[-1]
-        inner = uncompiled(outer)
-        if isinstance(outer, DistributedDataParallel):
-            inner = outer.module
-        # transformers' own adapters are inside of the model
-        elif hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
-            inner = outer.get_base_model()
-        if inner is outer:
-            return chain
-        chain.append(inner)
+    inner = uncompiled(model)
+    if isinstance(model, DistributedDataParallel):
+        inner = model.module
+    # transformers' own adapters are inside of the model
+    elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        inner = model.get_base_model()
+    return [model] if inner is model else [model, *chain_of(inner)]
 
 
 def vocabulary_of(model: Any) -> int | None:
     """How many ids a model embeds; ``None`` if it does not say."""
-    try:
-        return chain_of(model)[-1].get_input_embeddings().num_embeddings
-    except (AttributeError, NotImplementedError):
-        return None
+    return _size_of(model, "get_input_embeddings", "num_embeddings")
 
 
 def classes_of(model: Any) -> int | None:
     """How many logits a token has; ``None`` if the model does not say."""
-    base = chain_of(model)[-1]
+    return _size_of(model, "get_output_embeddings", "out_features")
+
+
+def _size_of(model: Any, getter: str, size: str) -> int | None:
     try:
-        return base.get_output_embeddings().weight.shape[0]
+        return getattr(getattr(chain_of(model)[-1], getter)(), size)
     except (AttributeError, NotImplementedError):
-        config: Any = getattr(base, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return getattr(config, "vocab_size", None)
+        return None
 
 
-def split(model: Any) -> Parts:
-    """The parts of a transformers causal LM, or of peft's, torch's and DDP's wrappers around one.
+def text_config(model: Any) -> Any:
+    """The configuration of a model's text decoder, or its only one; ``None`` without any."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
-    Raises:
-        CannotSplit: the model's type is not :data:`TESTED`, a class around its decoder and head has
-            another forward than that of its library, or a call of both would leave something out:
-            hooks on the model or the head, what it learns elsewhere, or the way in which a sharded
-            or quantised head is multiplied.
+
+def shared_below(config: Any) -> int | None:
+    """Sequences that are shorter than this get the same results whatever else is in the call.
+
+    ``None`` if no rotary embedding of the configuration says that it depends on the length of the
+    call; 0 if it does not say from which length on.
     """
+    settings = [*_settings(config)]
+    types = [str(x.get("rope_type", x.get("type"))) for x in settings]
+    if not any(name in each for each in types for name in _FOLLOWING):
+        return None
+    told = [x.get(name) for x in settings for name in _TRAINED]
+    return min((length for length in told if isinstance(length, int)), default=0)
+
+
+def _settings(config: Any) -> Iterator[dict[str, Any]]:
+    """A configuration, those nested in it, and each dict in them."""
+    value = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    yield value
+    for x in value.values():
+        if isinstance(x, dict) or hasattr(x, "model_type"):
+            yield from _settings(x)
+
+
+def parts_of(model: Any) -> Parts | None:
+    """The parts that a model names, to use if it :func:`fits`; ``None`` if it names none."""
     chain = chain_of(model)
     base = chain[-1]
-    for wrapper in chain:
-        for adapters in getattr(wrapper, "peft_config", {}).values():
-            if adapters.is_prompt_learning:
-                raise CannotSplit("it learns prompts, which enter outside of the decoder")
-            if getattr(adapters, "alora_invocation_tokens", None):
-                raise CannotSplit("it has adapters that some tokens activate")
     # Asked of the class, because FSDP passes attributes on but would not see this forward.
-    if not all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings")):
-        raise CannotSplit("it is no transformers model with a decoder and output embeddings")
-    decoder, head = base.get_decoder(), base.get_output_embeddings()
-    if decoder is None or decoder is base or not hasattr(base, "config"):
-        raise CannotSplit("it names no decoder, or has no configuration")
-    config = base.config.get_text_config()
-    kind, attention = config.model_type, attention_of(config)
-    if kind not in TESTED or attention not in ATTENTIONS:
-        raise CannotSplit(
-            f"its type {kind} with the attention {attention} is not one of the tested"
-        )
-    if not all(map(_is_known, attention_functions(config))):
-        raise CannotSplit(f"the attention {attention} is not transformers' own")
-    kind = class_of(head)
-    if kind is not nn.Linear:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        raise CannotSplit(f"its head is a {name}, not a torch.nn.Linear")
-    for module in (*chain, decoder, head):
-        if not _is_known(module.forward):
-            raise CannotSplit(f"the forward of its {type(module).__name__} is not its library's")
+    named = all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings"))
+    decoder, config = base.get_decoder() if named else None, text_config(base)
+    if decoder is None or decoder is base or config is None:
+        return None
+    head = base.get_output_embeddings()
+    divisor = getattr(config, "logits_scaling", None)  # Granite
     gathered = any(map(is_fully_sharded, (*chain, head)))
-    if not gathered and type(head.weight) is not nn.Parameter and not _is_shard(head.weight):
-        raise CannotSplit("the weight of its head is sharded or offloaded")
-    if head.weight.is_meta or not head.weight.numel():
-        raise CannotSplit("the weight of its head is sharded or offloaded")
-    if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
-        raise CannotSplit("it has hooks, which would not see the forward")
-    around = modules_of(chain[0], without=(decoder, head))
-    if any(parameters_of(module) or buffers_of(module) for module in around):
-        raise CannotSplit("it has parameters or buffers beside its decoder and head")
-    decode = _compiled_as(decoder, *chain)
     return Parts(
         model,
         base,
         decoder,
-        decode,
+        _compiled_as(decoder, *chain),
         head,
-        _scale(base, config),
-        getattr(config, "final_logit_softcapping", None),
-        config,
+        scale=1 / divisor if divisor else getattr(base, "logit_scale", None),  # Cohere
+        softcap=getattr(config, "final_logit_softcapping", None),
+        config=config,
         shared=gathered or any(isinstance(m, DistributedDataParallel) for m in chain),
         gathered=gathered,
     )
+
+
+def fits(parts: Parts | None) -> str | None:
+    """Why a model has to be asked for its own logits; ``None`` if it may be taken apart.
+
+    It may be a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft's or torch's
+    around one, of which calls of the decoder and of the head leave nothing out.
+    """
+    if parts is None:
+        return "it is no transformers model with a decoder and output embeddings"
+    kind, attention = parts.config.model_type, attention_of(parts.config)
+    if kind not in TESTED or attention not in ATTENTIONS:
+        return f"its type {kind} with the attention {attention} is not one of the tested"
+    if not all(map(_is_known, attention_functions(parts.config))):
+        return f"the attention {attention} is not transformers' own"
+    head: Any = parts.head
+    kind = class_of(head)
+    if kind is not nn.Linear:
+        return f"its head is a {kind.__module__}.{kind.__qualname__}, not a torch.nn.Linear"
+    chain = chain_of(parts.model)
+    for module in (*chain, parts.decoder, head):
+        if not _is_known(module.forward):
+            return f"the forward of its {type(module).__name__} is not its library's"
+    weight = head.weight
+    known = parts.gathered or nn.Parameter is type(weight)
+    if is_dtensor(weight) and not known:  # in one dimension, ranks have a part of the classes each
+        known = weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
+    if not known or weight.is_meta or not weight.numel():
+        return "the weight of its head is sharded or offloaded"
+    if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
+        return "it has hooks, which would not see the forward"
+    # Those of a bias, a temperature, or prompts that are learned.
+    around = modules_of(chain[0], without=(parts.decoder, head))
+    if any(parameters_of(module) or buffers_of(module) for module in around):
+        return "it has parameters or buffers beside its decoder and head"
+    adapters = [x for each in chain for x in getattr(each, "peft_config", {}).values()]
+    if any(getattr(x, "alora_invocation_tokens", None) for x in adapters):
+        return "it has adapters that some tokens activate"
+    return None
 
 
 def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
@@ -287,12 +280,6 @@ def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
     if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone
         return inspect.getclosurevars(call).nonlocals.get("self")
     return getattr(module, "dynamo_ctx", None)
-
-
-def _scale(base: Any, config: Any) -> float | None:
-    """The factor of the logits, by the names that transformers' models give it."""
-    divisor = getattr(config, "logits_scaling", None)  # Granite
-    return getattr(base, "logit_scale", None) if divisor is None else 1 / divisor  # Cohere
 
 
 def _is_known(forward: Any, makers: frozenset[str] = MAKERS) -> bool:

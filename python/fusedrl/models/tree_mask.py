@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.prefix_tree import BLOCK, Part
+from fusedrl.models.prefix_tree import BLOCK, Part, laid_out
+from fusedrl.models.split import Parts
+
+# Tokens in a row whose sequences share beginnings, if the caller sets no bound, for the attentions
+# that take a mask. The more sequences in a row, the more they share; eager attention stores its
+# square.
+SHARING = {"sdpa": 4096, "eager": 1024}
 
 # Types of decoders that have the window of their configuration in every layer, and those that have
 # it in some and take a mask for each kind of layer. Others ignore what their configuration says.
@@ -23,23 +29,6 @@ MOST_GATHERED = 4
 # What is asked of a mask without making it.
 _ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
 _ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
-
-
-class Call(NamedTuple):
-    """Sequences that continue as many shared tokens each, and are attended to in one call.
-
-    Args:
-        own: how many tokens of its own the longest of them has.
-        length: how many tokens it has.
-        queries: places of their own tokens, ``[n, own]``, a shorter one filled up with its last
-            place; or what cuts them out of the row, if they are those of one sequence.
-        keys: places of all their tokens, ``[n, length]``, in the same form.
-    """
-
-    own: int
-    length: int
-    queries: Tensor | slice
-    keys: Tensor | slice
 
 
 class Tree:
@@ -58,17 +47,22 @@ class Tree:
         self.window = window
         self.length = sum(part.own for part in self.parts)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        groups = _alike(self.parts, MOST_GATHERED * self.length)
-        self._calls = [_call_of([self.parts[i] for i in group], device) for group in groups]
+        # Places of the queries and keys of each call of attention.
+        self._calls: list[tuple[Tensor | slice, Tensor | slice]] = []
         # Where the calls' results have the tokens of each part, in the order of the parts.
         found: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(self.parts)
         first = 0
-        for group, call in zip(groups, self._calls, strict=True):
-            for i in group:
-                found[i] = torch.arange(first, first + self.parts[i].own, device="cpu")
-                first += call.own
-        dense = first == self.length and all(a[-1] < b[0] for a, b in pairwise(found))
-        self._order = None if dense else torch.cat(found).to(device)
+        for group in _alike(self.parts, MOST_GATHERED * self.length):
+            paths = [self.parts[i].path for i in group]
+            own = [self.parts[i].own for i in group]
+            queries = [path[-n:] for path, n in zip(paths, own, strict=True)]
+            self._calls.append((_places(queries, device), _places(paths, device)))
+            for i, n in zip(group, own, strict=True):
+                found[i] = torch.arange(first, first + n, device="cpu")
+                first += own[0]
+        order = torch.cat(found) if found else torch.arange(0)
+        dense = torch.equal(order, torch.arange(first, device="cpu"))
+        self._order = None if dense else order.to(device)
 
     def dense(self, device: torch.device) -> Tensor:
         """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
@@ -79,26 +73,15 @@ class Tree:
         return mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Attention ``[B, H, T, D]``, without the keys of other sequences.
-
-        Args:
-            query: ``[B, H, T, D]``, and so are the others.
-            key: may have fewer heads, with ``enable_gqa=True``.
-            value: as ``key``.
-            options: further arguments of ``scaled_dot_product_attention``.
-        """
+        """Attention ``[B, H, T, D]`` without the keys of other sequences, with torch's options."""
         attended = []
-        for call in self._calls:
+        for queries, keys in self._calls:
+            q, k, v = _rows(query, queries), _rows(key, keys), _rows(value, keys)
+            own, length = q.shape[2], k.shape[2]
             causal: dict[str, Any] = {"is_causal": True}
-            if call.own < call.length or self.window is not None:
-                causal = {"attn_mask": self._chosen(call.own, call.length, query.device)}
-            out = scaled_dot_product_attention(
-                _rows(query, call.queries),
-                _rows(key, call.keys),
-                _rows(value, call.keys),
-                **options,
-                **causal,
-            )
+            if own < length or self.window is not None:
+                causal = {"attn_mask": self._chosen(own, length, query.device)}
+            out = scaled_dot_product_attention(q, k, v, **options, **causal)
             attended.append(out.unflatten(0, (len(query), -1)).transpose(1, 2).flatten(2, 3))
         row = torch.cat(attended, 2)
         return row if self._order is None else row.index_select(2, self._order)
@@ -119,7 +102,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     for part in parts:
         if not part.own:
             continue
-        if joined and len(part.path) - part.own == len(joined[-1].path):
+        if joined and part.shared == len(joined[-1].path):
             former = joined.pop()
             part = Part(part.path, former.first, former.own + part.own)
         joined.append(part)
@@ -129,18 +112,14 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 def _alike(parts: Sequence[Part], room: int) -> list[list[int]]:
     """Indices of parts that share a call: those with as many shared and about as many own tokens.
 
-    A call takes no more than ``room`` keys, unless it is of one part.
+    The longest is first. A call takes no more than ``room`` keys, unless it is of one part.
     """
-
-    def shared(i: int) -> int:
-        return len(parts[i].path) - parts[i].own
-
     groups: list[list[int]] = []
-    for i in sorted(range(len(parts)), key=lambda i: (shared(i), -parts[i].own, i)):
+    for i in sorted(range(len(parts)), key=lambda i: (parts[i].shared, -parts[i].own, i)):
         longest = parts[groups[-1][0]] if groups else None
         if (
             longest is None
-            or shared(i) != len(longest.path) - longest.own
+            or parts[i].shared != longest.shared
             or longest.own - parts[i].own > max(longest.own // 4, BLOCK)
             or (len(groups[-1]) + 1) * len(longest.path) > room
         ):
@@ -149,19 +128,13 @@ def _alike(parts: Sequence[Part], room: int) -> list[list[int]]:
     return sorted(groups, key=min)
 
 
-def _call_of(parts: Sequence[Part], device: str | torch.device) -> Call:
-    longest = parts[0]
-
-    def places(paths: Sequence[Tensor]) -> Tensor | slice:
-        first, size = int(paths[0][0]), len(paths[0])
-        if len(paths) == 1 and int(paths[0][-1]) - first == size - 1:
-            return slice(first, first + size)
-        rows = [torch.cat((path, path[-1:].expand(size - len(path)))) for path in paths]
-        return torch.stack(rows).to(device)
-
-    queries = places([part.path[-part.own :] for part in parts])
-    keys = places([part.path for part in parts])
-    return Call(longest.own, len(longest.path), queries, keys)
+def _places(paths: Sequence[Tensor], device: str | torch.device) -> Tensor | slice:
+    """Paths ``[n, t]``, filled up with their last places; a slice for one without gaps."""
+    first, size = int(paths[0][0]), len(paths[0])
+    if len(paths) == 1 and int(paths[0][-1]) - first == size - 1:
+        return slice(first, first + size)
+    rows = [torch.cat((path, path[-1:].expand(size - len(path)))) for path in paths]
+    return torch.stack(rows).to(device)
 
 
 def _rows(states: Tensor, places: Tensor | slice) -> Tensor:
@@ -176,8 +149,7 @@ class TreeMask(Tensor):
     """A mask ``[1, 1, T, T]`` with which ``scaled_dot_product_attention`` follows a :class:`Tree`.
 
     Any other function gets the bool tensor that it stands for, which is made then. As the mask
-    knows the tree, gradient checkpointing runs a layer in the same way once more, and nothing
-    changes for other threads.
+    knows the tree, a layer that is checkpointed runs in the same way once more.
     """
 
     tree: Tree
@@ -193,26 +165,44 @@ class TreeMask(Tensor):
             return mask.tree.attend(*args, **kwargs)
         if func in _ASKED:
             return super().__torch_function__(func, types, args, kwargs)
-        return func(*map(_made, args), **{name: _made(value) for name, value in kwargs.items()})
+        args, kwargs = map_leaves(_made, (args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _made(value: Any) -> Any:
-    if isinstance(value, TreeMask):
-        return value.tree.dense(value.device)[None, None]
-    return type(value)(map(_made, value)) if type(value) in (list, tuple) else value
+    made = isinstance(value, TreeMask)
+    return value.tree.dense(value.device)[None, None] if made else value
 
 
-def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mapping[str, Tensor]:
-    """What a decoder takes as ``attention_mask`` for a row of sequences.
+def row_of(
+    rows: Sequence[Tensor], shared: Sequence[int], model: Parts, follows: bool = False
+) -> tuple[list[Part], dict[str, Any]]:
+    """Where sequences are in one row, and the row as inputs of a model's decoder.
 
-    Args:
-        parts: where each sequence is in the row.
-        config: the configuration of a decoder that packs, with the attention ``sdpa`` or ``eager``.
-        like: a tensor of the decoder's device and dtype.
+    Each of them shares so many tokens with the one before it. Positions that start again keep them
+    apart, or a mask, which the attention ``follows``, where any share tokens.
     """
-    longest = max(len(part.path) for part in parts)
+    device = model.embeddings.device
+    parts = laid_out([len(row) for row in rows], shared)
+    ids, positions = torch.zeros(
+        2, sum(part.own for part in parts), dtype=torch.int64, device="cpu"
+    )
+    for row, part in zip(rows, parts, strict=True):
+        ids[part.path] = row
+        positions[part.path] = torch.arange(len(row), device="cpu")
+    inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
+    if follows or any(shared):
+        inputs["attention_mask"] = _mask_of(parts, model)
+    return parts, inputs
+
+
+def _mask_of(parts: Sequence[Part], model: Parts) -> Any:
+    """What a decoder takes as ``attention_mask``, for each kind of its layers if there are two."""
+    config, like = model.config, model.embeddings
     mixed = config.model_type in _MIXED
     window = config.sliding_window if mixed or config.model_type in _WINDOWED else None
+    if window is not None and window >= max(len(part.path) for part in parts):
+        window = None
 
     def made(window: int | None) -> Tensor:
         tree = Tree(parts, window, like.device)
@@ -226,8 +216,7 @@ def mask_of(parts: Sequence[Part], config: Any, like: Tensor) -> Tensor | Mappin
         nothing = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
         return nothing.masked_fill_(~allowed, torch.finfo(like.dtype).min)
 
-    short = window is not None and window < longest
     if not mixed:
-        return made(window if short else None)
-    full = made(None)  # in this form too if all tokens are within every window
-    return {"full_attention": full, "sliding_attention": made(window) if short else full}
+        return made(window)
+    full = made(None)
+    return {"full_attention": full, "sliding_attention": full if window is None else made(window)}
