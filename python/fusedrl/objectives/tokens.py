@@ -13,7 +13,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.compat.torchrl import DISTRIBUTIONS
-from fusedrl.transforms.reading import can_read
+from fusedrl.transforms.retrieve_log_prob import can_read
 
 logger = logging.getLogger("fusedrl")
 
