@@ -177,7 +177,7 @@ WRONG_VALUES = [
     (LOSS, {"normalizer": 0.0}, "normalizer"),
     (LOSS, {"importance": {"level": "token"}}, "rollout_log_probs"),
     (LOSS, {"advantages": VALUES, "offsets": torch.tensor([0, 2, 2, 3, 4])}, "advantages"),
-    (["token_kl"], {"reward": VALUES, "offsets": torch.tensor([0, 2, 2, 3, 4])}, "reward"),
+    (["token_kl"], {"reward": VALUES, "offsets": torch.tensor([0, 2, 4])}, "reward"),
     (LOSS, {"advantages": SHORT}, "advantages"),
     (LOSS, {"advantages": VALUES.clone().requires_grad_()}, "advantages"),
     *((LOSS, {name: SHORT}, name) for name in OF_A_ROLLOUT),

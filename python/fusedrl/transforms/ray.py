@@ -255,8 +255,8 @@ class RayRetrieveKL(_InActor):
     ) -> None:
         if gen_model == "from_collector" and gen_model_factory is None and actor_name is None:
             raise ValueError(
-                "gen_model: expected a wrapper or gen_model_factory, got 'from_collector'; no actor "
-                "has a collector, and a copy of its policy would not follow the weights: pass a "
+                "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', of which "
+                "an actor has none, and a copy of the policy would not follow the weights; pass a "
                 "model, or use RetrieveKL without Ray"
             )
         models = {"gen_model": gen_model, "ref_model": ref_model}
