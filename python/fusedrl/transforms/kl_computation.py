@@ -139,11 +139,7 @@ class KLComputation(_KLComputation):
 
 
 def _penalty(
-    log_probs: Column,
-    ref_log_probs: Column,
-    reward: Column | None,
-    coeff: float | Tensor,
-    layout: torch.layout,
+    log_probs: Column, ref_log_probs: Column, reward: Column | None, coeff: Any, layout: Any
 ) -> tuple[Column, Column | None]:
     """The KL and the reward less it: dense or nested if all columns are, and else rows."""
     given: list[Any] = [log_probs, ref_log_probs, *([] if reward is None else [reward])]
@@ -151,13 +147,14 @@ def _penalty(
         return kl_and_reward(*given, coeff=coeff)
     if all(map(is_nested, given)):
         values, offsets = zip(*map(ragged.from_nested, given), strict=True)
-        if all(x is offsets[0] or torch.equal(x, offsets[0]) for x in offsets):
+        if all(torch.equal(x, offsets[0]) for x in offsets[1:]):
             nest = ragged.to_jagged if layout == torch.jagged else ragged.to_strided
-            kl, penalised = kl_and_reward(*values, coeff=coeff)
-            answers = (
-                None if x is None else nest(ragged.Ragged(x, offsets[0])) for x in (kl, penalised)
-            )
-            return tuple(answers)
+            packed = [
+                ragged.Ragged(x, offsets[0])
+                for x in kl_and_reward(*values, coeff=coeff)
+                if x is not None
+            ]
+            return nest(packed[0]), None if reward is None else nest(packed[1])
     return kl_of_samples(*map(column_rows, given), coeff=coeff)
 
 

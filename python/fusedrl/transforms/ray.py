@@ -17,6 +17,7 @@ from fusedrl.compat.torchrl import serve_by_ray
 from fusedrl.transforms import columns
 from fusedrl.transforms.kl_reward import KLRewardTransform
 from fusedrl.transforms.retrieve_kl import RetrieveKL
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transport import Serialized, deserialize, serialize
 
 SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
@@ -44,16 +45,25 @@ class TransformActor:
         # Not in the constructor: an error there would kill the actor, and get another type.
         return self._class(**self._arguments, service_backend="direct")
 
+    @property
+    def _parts(self) -> list[Any]:
+        transform: Any = self._transform
+        return list(transform) if isinstance(transform, Compose) else [transform]
+
     def describe(self) -> Description:
         """The description of the transform; raises what the transform's constructor raises."""
-        transform: Any = self._transform
-        parts = list(transform) if isinstance(transform, Compose) else [transform]
-        scorers = [part for part in parts if hasattr(part, "columns_read")]
-        read = [key for part in scorers for key in part.columns_read]
-        penalised = [key for part in parts for key in part.in_keys]
+        transform = self._transform
+        read = [key for part in self._parts for key in getattr(part, "columns_read", [])]
+        used = [
+            key
+            for part in self._parts
+            for key in (
+                *part.out_keys,
+                *(() if isinstance(part, RetrieveLogProb) else part.in_keys),
+            )
+        ]
         keys = list(transform.in_keys), list(transform.out_keys)
-        read_next = [*penalised, *transform.out_keys]
-        return Description(_full_name(self._class), repr(transform), *keys, read, read_next)
+        return Description(_full_name(self._class), repr(transform), *keys, read, used)
 
     def spec(self, method: str, spec: Composite) -> Composite:
         """The spec that the transform makes from another one."""
@@ -62,7 +72,10 @@ class TransformActor:
     def run(self, method: str, serialized: Serialized) -> Serialized:
         """Serialize what ``_step`` or ``_reset`` of the transform writes."""
         result: TensorDictBase = getattr(self._transform, method)(*deserialize(serialized))
-        return serialize(result.select(*self._transform.out_keys, strict=False))
+        # Whole log-probs: their class has more than the key says.
+        written = [key for part in self._parts for key in part.out_keys]
+        entries = {key if isinstance(key, str) else key[0] for key in written}
+        return serialize(result.select(*entries, strict=False))
 
 
 def _full_name(cls: type) -> str:
@@ -255,9 +268,8 @@ class RayRetrieveKL(_InActor):
     ) -> None:
         if gen_model == "from_collector" and gen_model_factory is None and actor_name is None:
             raise ValueError(
-                "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', of which "
-                "an actor has none, and a copy of the policy would not follow the weights; pass a "
-                "model, or use RetrieveKL without Ray"
+                "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', and an "
+                "actor has none; pass a model, or use RetrieveKL without Ray"
             )
         models = {"gen_model": gen_model, "ref_model": ref_model}
         factories = {"gen_model_factory": gen_model_factory, "ref_model_factory": ref_model_factory}

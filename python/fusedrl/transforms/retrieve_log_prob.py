@@ -221,9 +221,9 @@ class RetrieveLogProb(_RetrieveLogProb):
     @property
     def columns_read(self) -> list[NestedKey]:
         """The keys that are read from the root, if they are there."""
-        if self.model.input_mode != "tokens":
-            return self.in_keys
-        return [*self.in_keys, ATTENTION, self.model.attention_mask_key]
+        model: Any = self.model
+        masks = [ATTENTION, model.attention_mask_key] if model.input_mode == "tokens" else []
+        return [*self.in_keys, *masks]
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase

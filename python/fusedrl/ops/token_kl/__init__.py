@@ -68,10 +68,9 @@ def token_kl(
         :class:`TokenKL`, in the form and the dtype of ``log_probs``.
 
     Raises:
-        TypeError: a mask that is not bool, values that are not floating point, arguments of
-            different forms, a sparse tensor, a coeff that is no real number.
-        ValueError: an unknown estimator, shapes, devices and offsets that do not fit, or a coeff
-            out of range, which is not checked in a compiled graph, nor on the GPU.
+        TypeError: arguments of other kinds or dtypes.
+        ValueError: shapes, devices and offsets that do not fit, or a coeff out of range, which is
+            not checked in a compiled graph, nor on the GPU.
         NotImplementedError: a forward-mode tangent, which only ``impl="reference"`` takes.
 
     Example:
@@ -90,13 +89,23 @@ def token_kl(
     batch = _nested.pack("log_probs", log_probs, offsets, form="[B, j]")
     log_probs, offsets = batch.values, batch.offsets
     ref_log_probs = batch.companion("ref_log_probs", ref_log_probs)
-    mask = batch.optional("mask", mask)
-    _check(log_probs, ref_log_probs, mask, offsets)
+    mask, like = batch.optional("mask", mask), " like log_probs"
+    _dispatch.check_floating("log_probs", log_probs)
+    _dispatch.check_tensor("ref_log_probs", ref_log_probs, like=like)
+    _dispatch.check_floating("ref_log_probs", ref_log_probs)
+    _dispatch.check_same("ref_log_probs", ref_log_probs, log_probs.shape, log_probs.device, like)
+    _dispatch.check_mask(mask, log_probs.shape, log_probs.device, like)
+    if offsets is not None and log_probs.dim() != 1:
+        raise ValueError(
+            f"offsets: expected packed log_probs [N] beside it, got {tuple(log_probs.shape)}; "
+            "leave it out, or flatten what has no padding"
+        )
+    _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
     dtype = work = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
     if reward is not None:
-        if getattr(reward, "is_nested", False):
-            reward, offsets = batch.companion("reward", reward), None
-        reward = _of_tokens(reward, log_probs, offsets)
+        nested = getattr(reward, "is_nested", False)
+        one_each = batch.companion("reward", reward) if nested else reward
+        reward = _of_tokens(one_each, log_probs, None if nested else offsets)
         work = torch.promote_types(dtype, reward.dtype)
         reward = _contiguous(reward, work)
     log_probs, ref_log_probs = _contiguous(log_probs, work), _contiguous(ref_log_probs, work)
@@ -109,8 +118,7 @@ def token_kl(
     else:
         args = *given, ESTIMATORS.index(estimator), nan == "missing"
         inputs = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "reward": reward}
-        recorded = _autograd.needs_grad(**inputs, coeff=weight)
-        if recorded:
+        if _autograd.needs_grad(**inputs, coeff=weight):
             kl, penalised = _autograd.apply(_Autograd, *args)
         else:
             kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
@@ -136,23 +144,6 @@ def _of_tokens(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Ten
         reward = reward[:, None].expand(log_probs.shape)
     _dispatch.check_same("reward", reward, log_probs.shape, log_probs.device, like)
     return reward
-
-
-def _check(
-    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> None:
-    for name, value in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs)):
-        _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
-        _dispatch.check_floating(name, value)
-    shape, device, like = log_probs.shape, log_probs.device, " like log_probs"
-    _dispatch.check_same("ref_log_probs", ref_log_probs, shape, device, like)
-    _dispatch.check_mask(mask, shape, device, like)
-    if offsets is not None and log_probs.dim() != 1:
-        raise ValueError(
-            f"offsets: expected packed log_probs [N] beside it, got {tuple(log_probs.shape)}; "
-            "leave it out, or flatten what has no padding"
-        )
-    _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
 
 
 class _Autograd(torch.autograd.Function):

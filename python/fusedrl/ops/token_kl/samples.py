@@ -36,8 +36,13 @@ def kl_of_samples(
         shapes = [x.shape for x in log_probs]
         columns: list[Any] = [log_probs, ref_log_probs, None, mask]
         for name, column in (("ref_log_probs", ref_log_probs), ("mask", mask)):
-            if column is not None and [x.shape for x in column] != shapes:
-                raise ValueError(_misfit(name, shapes, column))
+            given = log_probs if column is None else column
+            for i, (x, y) in enumerate(zip(shapes, given, strict=True)):
+                if x != y.shape:
+                    raise ValueError(
+                        f"{name}: sample {i}: expected shape {tuple(x)} as in log_probs, got "
+                        f"{tuple(y.shape)}; {_dispatch.ONE_A_TOKEN}"
+                    )
         lengths = [len(x) for x in log_probs]
         packed: list[Any] = [None if x is None else torch.cat(list(x)) for x in columns]
         if reward is not None:
@@ -98,15 +103,6 @@ def _spread(name: str, log_probs: Tensor, reward: Tensor) -> Tensor:
             f"{tuple(reward.shape)}; add it with .unsqueeze(-1)"
         )
     return reward.expand(*log_probs.shape, reward.shape[-1])
-
-
-def _misfit(name: str, shapes: list[torch.Size], column: Sequence[Tensor]) -> str:
-    pairs = enumerate(zip(shapes, [x.shape for x in column], strict=True))
-    i, expected, got = next((i, x, y) for i, (x, y) in pairs if x != y)
-    return (
-        f"{name}: sample {i}: expected shape {tuple(expected)} as in log_probs, got {tuple(got)}; "
-        f"{_dispatch.ONE_A_TOKEN}"
-    )
 
 
 def _in_place(
