@@ -215,21 +215,19 @@ class RetrieveKL(_RetrieveKL):
 
     def _together(self) -> AbstractContextManager[Any]:
         """A call of the models that score, on all ranks that share one of them."""
-        transforms: Any = self.transforms
-        scorers = [each for each in transforms if isinstance(each, RetrieveLogProb)]
-        return together("RetrieveKL", *map(model_of, scorers))
+        return together("RetrieveKL", *map(model_of, self._scorers()))
+
+    def _scorers(self) -> list[RetrieveLogProb]:
+        return [each for each in self if isinstance(each, RetrieveLogProb)]
 
     def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # Both read before either writes.
-        transforms: Any = self.transforms
-        scorers = [each for each in transforms if isinstance(each, RetrieveLogProb)]
-        batches: list[TokenBatch | None] = []
-        for scorer in scorers:
-            batches.append(scorer.read(tensordict, shared=batches[-1] if batches else None))
-        batch = iter(batches)
-        for transform in transforms:
+        batch: TokenBatch | None = None
+        batches = [batch := each.read(tensordict, shared=batch) for each in self._scorers()]
+        waiting = iter(batches)
+        for transform in self:
             if isinstance(transform, RetrieveLogProb):
-                next_tensordict = transform.score(tensordict, next_tensordict, next(batch))
+                next_tensordict = transform.score(tensordict, next_tensordict, next(waiting))
             else:
                 next_tensordict = torchrl.step(transform, tensordict, next_tensordict)
         return next_tensordict
