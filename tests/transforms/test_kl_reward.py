@@ -182,11 +182,13 @@ def test_the_values_are_those_of_torchrl(tokenizer, wrap, reference_model, pad_o
         assert_rows_equal(rows(out, key), [row.detach() for row in rows(other, key)])
 
 
-def test_no_reward_in_the_data_is_a_reward_of_zero(tokens_reference, reference_model):
+@pytest.mark.parametrize("coef", [COEF, 1, torch.tensor([COEF])])
+def test_no_reward_in_the_data_is_a_reward_of_zero(tokens_reference, reference_model, coef):
     """torchrl raises AttributeError."""
     made = samples()
-    data = lazy_stack(samples_of(made))
-    check(KLRewardTransform(tokens_reference(), coef=COEF)(data), expected(reference_model, made))
+    data = KLRewardTransform(tokens_reference(), coef=coef)(lazy_stack(samples_of(made)))
+    _, *wanted = expected(reference_model, made)
+    check(data, [[-float(coef) * kl for kl in wanted[0]], *wanted])
 
 
 def test_own_keys(tokens_reference, wrap, reference_model):
