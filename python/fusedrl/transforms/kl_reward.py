@@ -161,7 +161,8 @@ class KLRewardTransform(_KLRewardTransform):
             elif self.add_to_reward:
                 reward = [torch.zeros_like(row).unsqueeze(-1) for row in log_probs]
             ref = self._score(tensordict, key, tokens)
-            coef: Any = self.coef.reshape(()).to(log_probs[0].device, torch.float64)
+            coef: Any = self.coef
+            coef = coef.reshape(()).to(log_probs[0].device, torch.float64)
             kl, penalised = kl_of_samples(log_probs, ref, reward, mask, coeff=coef)
             if mask is not None:
                 ref = [row.masked_fill(~kept, 0) for row, kept in zip(ref, mask, strict=True)]

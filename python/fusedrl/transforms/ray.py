@@ -116,16 +116,10 @@ class _InActor(Transform):
         if device is not None:
             arguments["device"] = device
         Transform.__init__(self)
-        ray, name = _ray(), _full_name(self._service_cls)
-        self._actor = (
-            ray.remote(TransformActor).options(**options).remote(self._service_cls, arguments)
-        )
-        try:
-            _wait_for_a_place(self._actor, options)
-            self._description = _get(self._actor.describe.remote())
-        except Exception:
-            ray.kill(self._actor)  # its transform could not be made
-            raise
+        self._actor = None if actor_name is None else _find(actor_name, options.get("namespace"))
+        if self._actor is None:
+            self._actor = _started(self._service_cls, arguments, options)
+        self._description, name = _get(self._actor.describe.remote()), _full_name(self._service_cls)
         if self._description.transform_class != name:
             raise ValueError(
                 f"actor_name: expected {actor_name!r} to be an actor of {name}, got "
@@ -203,6 +197,29 @@ def _get(reference: Any) -> Any:
         raise
 
 
+def _find(actor_name: str, namespace: str | None) -> Any:
+    try:
+        return _ray().get_actor(actor_name, namespace)
+    except ValueError:
+        return None
+
+
+def _started(transform_class: type, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    if arguments.get("gen_model") == "from_collector" and arguments["gen_model_factory"] is None:
+        raise ValueError(
+            "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', and an "
+            "actor has none; pass a model, or use RetrieveKL without Ray"
+        )
+    actor = _ray().remote(TransformActor).options(**options).remote(transform_class, arguments)
+    try:
+        _wait_for_a_place(actor, options)
+        _get(actor.describe.remote())
+    except BaseException:
+        _ray().kill(actor)  # its transform could not be made
+        raise
+    return actor
+
+
 def _wait_for_a_place(actor: Any, options: dict[str, Any]) -> None:
     """Refuse an actor for which Ray finds no room; its models may take any time to load."""
     if not _ray().wait([actor.__ray_ready__.remote()], timeout=SECONDS_TO_START)[0]:
@@ -266,11 +283,6 @@ class RayRetrieveKL(_InActor):
         actor_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if gen_model == "from_collector" and gen_model_factory is None and actor_name is None:
-            raise ValueError(
-                "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', and an "
-                "actor has none; pass a model, or use RetrieveKL without Ray"
-            )
         models = {"gen_model": gen_model, "ref_model": ref_model}
         factories = {"gen_model_factory": gen_model_factory, "ref_model_factory": ref_model_factory}
         self._start(
