@@ -116,7 +116,6 @@ def op_case(count: int, tokens: int, device: str, threads: int | None, with_grad
     seeded = torch.Generator().manual_seed(count)
     columns = [torch.randn(count * tokens, generator=seeded).to(device) for _ in range(4)]
     p, q, reward, upstream = columns
-    offsets = torch.arange(0, count * tokens + 1, tokens, device=device)
     p.requires_grad_(with_gradient)
 
     def plain_torch() -> Any:
@@ -124,7 +123,7 @@ def op_case(count: int, tokens: int, device: str, threads: int | None, with_grad
         return kl, reward - COEFF * kl
 
     def ours() -> Any:
-        return token_kl(p, q, offsets=offsets, reward=reward, coeff=COEFF)
+        return token_kl(p, q, reward=reward, coeff=COEFF)
 
     def run(op: Callable[[], Any]) -> Any:
         if not with_gradient:
@@ -217,14 +216,13 @@ def packed_case(samples: Samples, theirs: dict[str, Run]) -> Case:
     """The op itself on packed columns, beside plain torch and, on a lazy stack, torchrl."""
     p, q, r = (torch.cat([x.flatten() for x in column]) for column in zip(*samples, strict=True))
     lengths = [len(sample[0]) for sample in samples]
-    offsets = ragged.offsets_of(lengths, p.device)
 
     def plain_torch(_: Any) -> Any:
         kl = p - q
         return kl, r - COEFF * kl
 
     def ours(_: Any) -> Any:
-        return token_kl(p, q, offsets=offsets, reward=r, coeff=COEFF, nan="missing")
+        return token_kl(p, q, reward=r, coeff=COEFF, nan="missing")
 
     return Case(
         op="token_kl",

@@ -51,7 +51,7 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "torchrl": {
         "torchrl.envs.transforms:Transform": ("_call _step _reset _container"),
-        "torchrl.envs.llm:RetrieveKL": "_initialized _init_deferred _init_params",
+        "torchrl.envs.llm:RetrieveKL": "_initialized _init_deferred",
         "torchrl.envs.llm:RetrieveLogProb": "_io_device",
         "torchrl.envs.llm:KLRewardTransform": "_io_device",
         # isinstance counts the local side as the transform in its actor.

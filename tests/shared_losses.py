@@ -246,12 +246,12 @@ SPOILS: dict[str, list[tuple[Any, str]]] = {
     ],
     "exact KL": [(without("history"), 'KeyError: \'key "history" not found')],
     "RetrieveLogProb": [
-        (lambda data: data[:0], "ValueError: tensordict: expected at least one sample"),
+        (lambda data: data[:0], "RuntimeError: items cannot be empty"),
         (some, "ValueError: tensordict: expected a TensorDictBase under 'next' in every sample"),
         (interrupts, "KeyboardInterrupt: "),
     ],
     "RetrieveKL": [
-        (lambda data: data[:0], "ValueError: tensordict: expected at least one sample"),
+        (lambda data: data[:0], "RuntimeError: items cannot be empty"),
         (without("tokens"), "ValueError: tensordict: expected the input of the model"),
     ],
 }

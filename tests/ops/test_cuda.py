@@ -228,7 +228,7 @@ def test_token_kl_equals_the_reference(dtype, estimator, nan, per):
             a,
             b,
             mask,
-            offsets=offsets,
+            offsets=offsets if per == "sequence" else None,
             estimator=estimator,
             reward=reward.to(dtype),
             coeff=0.3,

@@ -167,7 +167,7 @@ WRONG_VALUES = [
     (LOSS, {"token_advantages": None}, "advantages"),
     (LOSS, {"token_advantages": None, "advantages": VALUES}, "advantages"),
     *((LOSS, {name: SHORT}, name) for name in OF_TOKENS),
-    (["token_kl"], {"reward": VALUES, "offsets": torch.tensor([0, 2, 2, 3, 4])}, "reward"),
+    (["token_kl"], {"reward": VALUES, "offsets": torch.tensor([0, 2, 4])}, "reward"),
     (["token_kl"], {"estimator": "k4"}, "estimator"),
     (["token_kl"], {"ref_log_probs": SHORT}, "ref_log_probs"),
     (["token_kl"], {"coeff": 1e31}, "coeff"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusedrl import token_kl
 from fusedrl.ops.token_kl import ESTIMATORS
-from fusedrl.ops.token_kl.samples import pack_samples, samples_in_one_call
+from fusedrl.ops.token_kl.samples import kl_of_samples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -108,17 +108,6 @@ def test_penalised_reward_broadcasts_one_value_a_sequence():
     assert rewards.grad.tolist() == [3.0, 0.0, 1.0, 4.0]
 
 
-def test_many_samples_pack_in_order():
-    """With a sample of every kind."""
-    lengths = [*torch.randint(0, 900, (20,)).tolist(), 0, 1, 20000]
-    p, r = ([torch.randn(n, *trailing) for n in lengths] for trailing in ((), (1,)))
-    q = [torch.randn(2 * n)[::2] for n in lengths]
-    packed = pack_samples(p, q, [x > 0 for x in p], r)
-    assert packed.lengths == lengths
-    expected = [torch.cat(p), torch.cat(q), torch.cat(p) > 0, torch.cat(r).squeeze(-1)]
-    assert all(map(torch.equal, packed[:4], expected))
-
-
 def test_dtypes_promote_as_torch_promotes():
     p, q = torch.randn(7).bfloat16(), torch.randn(7)
     assert token_kl(p, q).kl.dtype == torch.float32
@@ -131,20 +120,6 @@ def test_float64_coefficients_are_not_rounded():
     p, q = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-2.0], dtype=torch.float64)
     penalised = token_kl(p, q, reward=torch.zeros_like(p), coeff=0.1).reward
     assert penalised.item() == -0.1
-
-
-@pytest.mark.parametrize(
-    ("args", "match"),
-    [
-        (([torch.zeros(2)], []), "ref_log_probs: expected 1 samples, got 0"),
-        (([torch.zeros(2), torch.zeros(3)], [torch.zeros(2), torch.zeros(4)]), "sample 1"),
-        (([torch.zeros(2)], [torch.zeros(2)], None, [torch.zeros(1, 2)]), "reward: sample 0"),
-        (([], []), "log_probs: expected at least one sample"),
-    ],
-)
-def test_bad_lists_name_the_sample(args, match):
-    with pytest.raises(ValueError, match=match):
-        pack_samples(*args)
 
 
 @settings(max_examples=40, deadline=None)
@@ -163,12 +138,10 @@ def test_random_ragged_batches_equal_the_reference(lengths, estimator, dtype, na
     p[torch.rand(count, generator=generator) < 0.2] = float("nan")
     mask = torch.rand(count, generator=generator) < 0.8
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    of_sequences = torch.randn(len(lengths), 1, generator=generator).to(dtype)
-    reward = of_sequences if broadcast else r[None]  # as many sequences as tokens are no question
+    of_sequences = torch.randn(len(lengths), generator=generator).to(dtype)
+    reward = {"reward": of_sequences, "offsets": offsets} if broadcast else {"reward": r}
     ours, reference = (
-        token_kl(
-            p, q, mask, offsets=offsets, reward=reward, estimator=estimator, nan=nan, impl=impl
-        )
+        token_kl(p, q, mask, **reward, estimator=estimator, nan=nan, impl=impl)
         for impl in ("cpu", "reference")
     )
     for mine, other in zip(ours, reference, strict=True):
@@ -180,14 +153,13 @@ def test_equal_log_probs_have_a_kl_of_plain_zero():
     assert not token_kl(p, p).kl.signbit().any()
 
 
-def test_as_many_samples_as_tokens():
-    """One reward a sample stays that where an empty sample makes B equal to N."""
-    empty, two, rewards = torch.zeros(0), torch.zeros(2), torch.tensor([9.0, 5.0])
-    for reward in (list(rewards.split(1)), [r[:, None] for r in rewards.split(1)]):
-        packed = pack_samples([empty, two], [empty, two], None, reward)
-        assert packed.reward.tolist() == [5.0, 5.0]
-    nested = torch.nested.nested_tensor_from_jagged(two, torch.tensor([0, 0, 2]))
+def test_whose_a_reward_is_follows_from_offsets_not_from_how_many_there_are():
+    p, rewards, offsets = torch.zeros(2), torch.tensor([9.0, 5.0]), torch.tensor([0, 0, 2])
+    assert token_kl(p, p, reward=rewards, offsets=offsets).reward.tolist() == [5.0, 5.0]
+    assert token_kl(p, p, reward=rewards).reward.tolist() == [9.0, 5.0]
+    nested, of_tokens = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in (p, rewards))
     assert token_kl(nested, nested, reward=rewards).reward.values().tolist() == [5.0, 5.0]
+    assert token_kl(nested, nested, reward=of_tokens).reward.values().tolist() == [9.0, 5.0]
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
@@ -246,35 +218,67 @@ def samples(dtype, lengths=(5, 0, 1, 2500, 33)):
     return p, q, reward
 
 
+def by_the_op(p, q, reward):
+    """The op over each sample."""
+    every = (
+        [None] * len(p)
+        if reward is None
+        else [r.expand(len(x), 1)[:, 0] for x, r in zip(p, reward, strict=True)]
+    )
+    pairs = zip(p, q, every, strict=True)
+    return [token_kl(x, y, reward=r, coeff=0.3, nan="missing") for x, y, r in pairs]
+
+
+def check(p, q, reward):
+    kl, penalised = kl_of_samples(p, q, reward, coeff=0.3)
+    expected = by_the_op(p, q, reward)
+    assert all(torch.equal(x, y.kl) for x, y in zip(kl, expected, strict=True))
+    assert (penalised is None) == (reward is None)
+    for x, y in zip(penalised or [], expected, strict=bool(penalised)):
+        assert torch.equal(x, y.reward[:, None])
+
+
 @pytest.mark.parametrize("with_reward", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_call_for_samples_has_the_bits_of_the_op(dtype, with_reward):
+def test_samples_have_the_bits_of_the_op(dtype, with_reward):
     p, q, reward = samples(dtype)
-    found = samples_in_one_call(p, q, reward if with_reward else None, 0.3)
-    kl, penalised, lengths = found
-    one = torch.cat(reward).flatten() if with_reward else None
-    op = token_kl(torch.cat(p), torch.cat(q), reward=one, coeff=0.3, nan="missing")
-    assert lengths == [5, 0, 1, 2500, 33] and kl.dtype == dtype
-    assert torch.equal(kl, op.kl)
-    assert torch.equal(penalised, op.reward) if with_reward else penalised is None
+    check(p, q, reward if with_reward else None)
 
 
-LEFT = {
-    "fewer samples": lambda p, q, r: (p, q[:-1], r),
-    "another length": lambda p, q, r: (p, [q[1], *q[1:]], r),
-    "another dtype": lambda p, q, r: (p, [q[0].double(), *q[1:]], r),
-    "two dtypes": lambda p, q, r: [[x[0].double(), *x[1:]] for x in (p, q, r)],
+FORMS = {
+    "another dtype": lambda p, q, r: (p, [x.double() for x in q], r),
     "gaps": lambda p, q, r: (p, [torch.randn(10)[::2], *q[1:]], r),
-    "a reward without a column": lambda p, q, r: (p, q, [r[0][:, 0], *r[1:]]),
-    "a reward of two columns": lambda p, q, r: (p, q, [torch.randn(5, 2), *r[1:]]),
-    "a reward a sample": lambda p, q, r: (p, q, [r[0][:1], *r[1:]]),
-    "two dimensions": lambda p, q, r: ([p[0][None], *p[1:]], [q[0][None], *q[1:]], r),
+    "a reward a sample": lambda p, q, r: (p, q, [torch.randn(1, 1) for _ in r]),
+    "both kinds of rewards": lambda p, q, r: (p, q, [r[0][:1], *r[1:]]),
     "a parameter": lambda p, q, r: (p, [torch.nn.Parameter(q[0]), *q[1:]], r),
     "a negated view": lambda p, q, r: (p, [torch._neg_view(q[0]), *q[1:]], r),
     "a gradient": lambda p, q, r: ([p[0].requires_grad_(), *p[1:]], q, r),
+    "one sample": lambda p, q, r: (p[:1], q[:1], r[:1]),
 }
 
 
-@pytest.mark.parametrize("title", LEFT)
-def test_what_one_call_leaves_to_the_op(title):
-    assert samples_in_one_call(*LEFT[title](*samples(torch.float32)), 0.3) is None
+@pytest.mark.parametrize("title", FORMS)
+def test_samples_of_any_form_are_those_of_the_op(title):
+    check(*FORMS[title](*samples(torch.float32)))
+
+
+def test_samples_of_two_dimensions_and_rewards_of_columns():
+    p, q = ([torch.randn(n, 4) for n in (2, 3)] for _ in range(2))
+    reward = [torch.randn(n, 1, 2) for n in (2, 3)]
+    kl, penalised = kl_of_samples(p, q, reward, [x > 0 for x in p], coeff=0.3)
+    for i, x in enumerate(kl):
+        torch.testing.assert_close(x, torch.where(p[i] > 0, p[i] - q[i], 0))
+        torch.testing.assert_close(penalised[i], reward[i] - 0.3 * x[..., None])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda p, q, r: (p, q[:-1], r), "shorter|longer"),
+        (lambda p, q, r: (p, [q[1], q[0], *q[2:]], r), "ref_log_probs: sample 0"),
+        (lambda p, q, r: (p, q, [x[:, 0] for x in r]), "reward: sample 0"),
+    ],
+)
+def test_samples_that_do_not_fit_are_refused(spoil, match):
+    with pytest.raises(ValueError, match=match):
+        kl_of_samples(*spoil(*samples(torch.float32)), coeff=0.3)

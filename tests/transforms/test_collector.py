@@ -113,7 +113,7 @@ def test_turns_have_the_keys_of_torchrl(wrap, reference_model, chat_env, generat
         turns = [turn for batch in batches for turn in batch.reshape(-1).unbind(0)]
         keys.append([set(map(str, turn.keys(True, True))) for turn in turns])
     ours, theirs = keys
-    added = {str(("collector", "traj_ids")), str(("next", "ref_log_prob"))}
+    added = {str(("collector", "traj_ids"))}
     assert len(ours) == len(theirs) == 8
     for mine, other in zip(ours, theirs, strict=True):
         assert mine - added == other | {"kl_penalty"}

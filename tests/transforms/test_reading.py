@@ -81,7 +81,12 @@ def test_dense_tokens_end_where_their_sequence_ends(
     wrapper = wrap(
         policy_model, "gen_log_probs", input_mode="tokens", tokenizer=own, pad_output=True
     )
-    out = RetrieveLogProb(wrapper, assistant_only=False)(data)[KEY]
+    transform = RetrieveLogProb(wrapper, assistant_only=False)
+    if same and side == "left" and not masked:
+        with pytest.raises(ValueError, match="pass an attention mask"):
+            transform(data)
+        return
+    out = transform(data)[KEY]
     assert out.shape == dense.shape
     for i, row in enumerate(ids):
         alone = policy_model(row[None]).logits[0, :-1].log_softmax(-1)

@@ -107,10 +107,8 @@ class SelfScoring(TransformersWrapper):
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-@pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_other_wrappers_score_by_themselves(
-    policy, policy_model, tokenizer, pad_output, with_tokenizer
-):
+def test_other_wrappers_score_by_themselves(policy, policy_model, tokenizer, pad_output):
+    """As torchrl has it; what torchrl would ignore is refused."""
     SelfScoring.calls = 0
     wrapper = SelfScoring(
         policy_model,
@@ -120,42 +118,14 @@ def test_other_wrappers_score_by_themselves(
         pad_output=pad_output,
         log_probs_key="gen_log_probs",
     )
-    options = {"tokenizer": copy.deepcopy(tokenizer)} if with_tokenizer else {}
-    out = rows(RetrieveLogProb(wrapper, **options)(conversations()), KEY)
+    out = rows(RetrieveLogProb(wrapper, tokenizer=tokenizer)(conversations()), KEY)
     assert SelfScoring.calls == 1
     assert_rows_equal(
         out, rows(RetrieveLogProb(policy(pad_output=pad_output))(conversations()), KEY)
     )
-
-
-class Maskless(SelfScoring):
-    """Gives no assistant mask but the length of the prompt, as a policy that generated does."""
-
-    prompt_length = 7
-
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        out["masks"].all_assistant_mask = None
-        tokens = rows(out, ("tokens", "full"))
-        prompts = [row[: self.prompt_length] for row in tokens]
-        if self.prompt_length:
-            out.set(("tokens", "prompt"), torch.nested.as_nested_tensor(prompts))
-        return out
-
-
-def test_without_an_assistant_mask_the_prompt_is_dropped(policy_model, tokenizer, monkeypatch):
-    options = {"generate": False, "return_log_probs": True, "tokenizer": tokenizer}
-    wrapper = Maskless(policy_model, **options)
-    everything = rows(
-        RetrieveLogProb(wrapper, assistant_only=False)(conversations()), ("log_probs", "full")
-    )
-    out = rows(RetrieveLogProb(wrapper)(conversations()), ("log_probs", "full"))
-    for row, whole in zip(out, everything, strict=True):
-        assert not row[:7].any()
-        torch.testing.assert_close(row[7:], whole[7:])
-    monkeypatch.setattr(Maskless, "prompt_length", 0)
-    with pytest.raises(ValueError, match="model: expected an assistant mask"):
-        RetrieveLogProb(wrapper)(conversations())
+    for ignored in ({"tokenizer": copy.deepcopy(tokenizer)}, {"padding_side": "right"}):
+        with pytest.raises(ValueError, match="expected none of them beside a wrapper"):
+            RetrieveLogProb(wrapper, **ignored)
 
 
 @pytest.mark.parametrize("limit", [1, 10_000])

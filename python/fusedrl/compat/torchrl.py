@@ -64,16 +64,6 @@ def frames_of(collector: Any) -> Any:
     return getattr(collector, "_frames", None)
 
 
-def steps_as(transform: Any, base: type) -> bool:
-    """Whether a transform's step is that of a base class."""
-    return type(transform)._step is base._step  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def take_kept_arguments(transform: Any) -> Any:
-    """The arguments that a pickled RetrieveKL of torchrl has kept until it knows its collector."""
-    return vars(transform).pop("_init_params", None)
-
-
 def computing_device(transform: Any) -> Any:
     """The device to which a transform moves what its model reads; ``None`` for where it is."""
     return getattr(transform, "_io_device", None)

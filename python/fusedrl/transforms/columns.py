@@ -23,14 +23,16 @@ from tensordict import (
 )
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
+from torchrl.envs import Transform
 from torchrl.modules.llm.policies import LogProbs
 
-from fusedrl import ragged
 from fusedrl._host import Plain, entries, put
 from fusedrl.compat import tensordict as compat
 from fusedrl.compat.torch import NestedTensor
+from fusedrl.compat.torchrl import stands_alone
 
 Column = Tensor | Sequence[Tensor]
+Step = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
 
 _PLAIN = Plain(Tensor, TensorDict, LogProbs)
 
@@ -47,12 +49,6 @@ def is_nested(column: Any) -> bool:
 def is_dense(column: Any) -> TypeGuard[Tensor]:
     """Whether a column is one tensor without ragged dimensions."""
     return isinstance(column, Tensor) and not is_nested(column)
-
-
-def check_some(td: TensorDictBase) -> None:
-    """Refuse a batch without samples: an empty stack does not even have keys."""
-    if td.batch_size.numel() == 0:
-        raise ValueError("tensordict: expected at least one sample, got none; skip empty batches")
 
 
 def check_all_or_none(key: NestedKey, found: Sequence[Any], kind: type = Tensor) -> None:
@@ -109,25 +105,10 @@ class Columns:
         return column
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
-        """Store a dense or nested column, or rows as a nested tensor of this layout."""
+        """Store a dense column, or rows as a nested tensor of this layout."""
         if not isinstance(value, Tensor):
             value = torch.nested.as_nested_tensor(list(value), layout=layout)
         self.td.set(key, value)
-
-    def set_packed(
-        self, key: NestedKey, values: Tensor, lengths: list[int], jagged: Tensor | None = None
-    ) -> None:
-        """Store packed ``values [N, ...]`` as a nested column, which a stack unbinds into rows.
-
-        The column is jagged with the offsets ``jagged``, ``[B + 1]``, if they are given, and
-        strided otherwise.
-        """
-        if jagged is not None:
-            self.td.set(key, ragged.to_jagged(ragged.Ragged(values, jagged)))
-            return
-        # They stay on the CPU: nothing reads them beside lengths, and a copy waits for the device.
-        offsets = ragged.offsets_of(lengths)
-        self.td.set(key, ragged.to_strided(ragged.Ragged(values, offsets), lengths))
 
 
 class SampleColumns:
@@ -157,14 +138,6 @@ class SampleColumns:
         else:
             for sample, row in zip(self.samples, rows, strict=True):
                 sample.set(key, row)
-
-    def set_packed(
-        self, key: NestedKey, values: Tensor, lengths: list[int], jagged: Tensor | None = None
-    ) -> None:
-        """Store a view of packed ``values [N, ...]`` in each sample."""
-        # Without a gradient graph nothing has to track the views, which makes them a fifth cheaper.
-        split = torch.split_with_sizes if values.requires_grad else torch.unsafe_split_with_sizes
-        self.set(key, split(values, lengths))
 
 
 def sample_columns(td: TensorDictBase) -> SampleColumns | None:
@@ -218,7 +191,6 @@ def columns_of(td: TensorDictBase) -> SampleColumns | Columns:
     samples = sample_columns(td)
     if samples is not None:
         return samples
-    check_some(td)
     return Columns(_one_stack(td))
 
 
@@ -230,28 +202,30 @@ def _one_stack(td: Any) -> Any:
     return lazy_stack([sample for part in parts for sample in _one_stack(part).tensordicts])
 
 
-def step_one(
-    step: Callable[[TensorDictBase, TensorDictBase], Any],
-    td: TensorDictBase,
-    following: TensorDictBase,
-) -> Any:
+def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase:
+    """The tensordict that ``transform`` may write to: the data, or a copy that shares its tensors.
+
+    A transform that is called by itself writes into the data. One in a ``Compose`` may be that of a
+    replay buffer, and a storage of tensordicts hands out what it stores: a reward that is penalised
+    in place would be penalised again each time it is sampled. So it gets a copy.
+    """
+    if stands_alone(transform):
+        return tensordict
+    return tensordict.clone(recurse=False)
+
+
+def run(transform: Transform, step: Step, tensordict: TensorDictBase) -> TensorDictBase:
+    """Let ``step`` write into ``"next"``, or into the root if there is no ``"next"``."""
+    data = writable(transform, tensordict)
+    check_all_or_none("next", list(entries_of(data, "next")), TensorDictBase)
+    target = data.get("next", None)
+    return step(data, data) if target is None else data.set("next", step(data, target))
+
+
+def step_one(step: Step, td: TensorDictBase, following: TensorDictBase) -> Any:
     """Run a transform's step on one sample without a batch dimension, as a stack of one."""
     stack = lazy_stack([td])
     return step(stack, stack if following is td else lazy_stack([following]))[0]
-
-
-def write_rows(
-    td: TensorDictBase, key: NestedKey, rows: Sequence[Tensor], layout: torch.layout
-) -> None:
-    """Store one row for each sample under ``key``.
-
-    A stack stores each row in its sample. A plain tensordict stores a nested tensor under a plain
-    name. Under a nested key it stores a stack, which ``get(key, as_list=True)`` reads.
-    """
-    if isinstance(key, str):
-        td.set(key, torch.nested.as_nested_tensor(list(rows), layout=layout))
-    else:
-        td.update(lazy_stack([TensorDict({key: row}) for row in rows]), keys_to_update=(key,))
 
 
 def declare_tokens(
@@ -260,3 +234,18 @@ def declare_tokens(
     """Declare ``key`` as a row of unknown length for each sample: ``[*batch, -1, *trailing]``."""
     shape = torch.Size((*spec.shape, -1, *trailing))
     spec[key] = Unbounded(shape=shape, device=spec.device, dtype=dtype)
+
+
+def begin(
+    tensordict: TensorDictBase, reset: TensorDictBase, key: NestedKey, *trailing: int
+) -> TensorDictBase:
+    """Give each dialog that begins an empty row under ``key``, a declared observation of a turn.
+
+    torchrl carries the observations of a turn to the root of the next one. If a reset had none,
+    the first turns of a batch would lack a key that the others have, and turns could not be
+    concatenated. A reset of some dialogs only leaves their rows to torchrl, which fills in zeros.
+    """
+    mask = tensordict.get("_reset", None)
+    if (mask is None or bool(mask.all())) and key not in reset.keys(True):
+        reset.set(key, torch.zeros(*reset.batch_size, 0, *trailing, device=reset.device))
+    return reset

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs.llm.transforms import KLComputation as _KLComputation
 
-from fusedrl.transforms import columns, token_columns, transitions
-from fusedrl.transforms.columns import Column, Columns, SampleColumns
-from fusedrl.transforms.renamed_arguments import COEFF, FULL, REF_FULL, refuse, renamed
-
-Data = SampleColumns | Columns
+from fusedrl import ragged
+from fusedrl.compat.torch import NestedTensor
+from fusedrl.ops.token_kl.samples import kl_and_reward, kl_of_samples
+from fusedrl.transforms import columns
+from fusedrl.transforms.columns import (
+    Column,
+    Columns,
+    SampleColumns,
+    column_rows,
+    is_dense,
+    is_nested,
+)
 
 
 class KLComputation(_KLComputation):
@@ -41,7 +49,6 @@ class KLComputation(_KLComputation):
         padding_side: without effect, because nothing is padded; torchrl's signature has it.
 
     Raises:
-        TypeError: an unknown argument, or an argument under its former and its present name.
         ValueError: the two log-probs have one key, or columns do not fit each other or are
             missing, also in some of the samples only. The tensordict is then unchanged.
 
@@ -66,23 +73,14 @@ class KLComputation(_KLComputation):
 
     def __init__(
         self,
-        gen_log_probs_full_key: NestedKey = FULL,
-        ref_log_probs_full_key: NestedKey = REF_FULL,
+        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         *,
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
-        coeff: float | Tensor = COEFF,
+        coeff: float | Tensor = 1.0,
         padding_side: str = "left",
-        **unknown: Any,
     ) -> None:
-        gen_log_probs_full_key = renamed(
-            "gen_log_probs_full_key", gen_log_probs_full_key, FULL, "gen_log_probs_key", unknown
-        )
-        ref_log_probs_full_key = renamed(
-            "ref_log_probs_full_key", ref_log_probs_full_key, REF_FULL, "ref_log_probs_key", unknown
-        )
-        coeff = renamed("coeff", coeff, COEFF, "coef", unknown)
-        refuse(unknown)
         if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
             raise ValueError(
                 f"ref_log_probs_full_key: expected another key than gen_log_probs_full_key's "
@@ -99,16 +97,12 @@ class KLComputation(_KLComputation):
         )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        data = transitions.writable(self, tensordict)
-        rows = columns.target_columns(data)
-        if rows is not None:
-            self._penalise(rows)
-            return data
-        columns.check_some(data)
-        following = transitions.following(data)
-        if following is None:
-            return self._step(data, data)
-        return data.set("next", self._step(data, following))
+        data = columns.writable(self, tensordict)
+        samples = columns.target_columns(data)
+        if samples is None:
+            return columns.run(self, self._step, data)
+        self._penalise(samples)
+        return data
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
@@ -118,35 +112,20 @@ class KLComputation(_KLComputation):
         self._penalise(columns.columns_of(next_tensordict))
         return next_tensordict
 
-    def reward_of(self, data: Data) -> Column | None:
-        """The reward that the KL is subtracted from; ``None`` if there is none, or is not to be."""
-        return data.get("reward") if self.add_to_reward else None
-
-    def _penalise(self, data: Data) -> None:
-        log_probs = data.get(self.gen_log_probs_full_key)
-        ref_log_probs = data.get(self.ref_log_probs_full_key)
-        for key, value in (
-            (self.gen_log_probs_full_key, log_probs),
-            (self.ref_log_probs_full_key, ref_log_probs),
-        ):
-            if value is None:
-                raise ValueError(
-                    f"tensordict: expected log-probs under {self.gen_log_probs_full_key!r} and "
-                    f"{self.ref_log_probs_full_key!r}, found none under {key!r}; "
-                    "run RetrieveLogProb before, or name the keys where they are"
-                )
-        assert log_probs is not None and ref_log_probs is not None
-        kl, penalised, places = token_columns.kl_of_samples(
-            log_probs, ref_log_probs, self.reward_of(data), self.coeff
-        )
-        token_columns.store(data, self.kl_key, kl, places)
+    def _penalise(self, data: SampleColumns | Columns) -> None:
+        keys = self.gen_log_probs_full_key, self.ref_log_probs_full_key
+        log_probs, ref_log_probs = (_log_probs(data, key) for key in keys)
+        reward = data.get("reward") if self.add_to_reward else None
+        layout = layout_beside(reward)
+        kl, penalised = _penalty(log_probs, ref_log_probs, reward, self.coeff, layout)
+        data.set(self.kl_key, kl, layout)
         if penalised is not None:
-            token_columns.store(data, "reward", penalised, places)
+            data.set("reward", penalised, layout)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        return transitions.begin(tensordict, tensordict_reset, self.kl_key)
+        return columns.begin(tensordict, tensordict_reset, self.kl_key)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         columns.declare_tokens(observation_spec, self.kl_key)
@@ -157,3 +136,38 @@ class KLComputation(_KLComputation):
         if before is not None:
             columns.declare_tokens(reward_spec, "reward", 1, dtype=before.dtype)
         return reward_spec
+
+
+def _penalty(
+    log_probs: Column, ref_log_probs: Column, reward: Column | None, coeff: Any, layout: Any
+) -> tuple[Column, Column | None]:
+    """The KL and the reward less it: dense or nested if all columns are, and else rows."""
+    given: list[Any] = [log_probs, ref_log_probs, *([] if reward is None else [reward])]
+    if all(map(is_dense, given)):
+        return kl_and_reward(*given, coeff=coeff)
+    if all(map(is_nested, given)):
+        values, offsets = zip(*map(ragged.from_nested, given), strict=True)
+        if all(torch.equal(x, offsets[0]) for x in offsets[1:]):
+            nest = ragged.to_jagged if layout == torch.jagged else ragged.to_strided
+            packed = [
+                ragged.Ragged(x, offsets[0])
+                for x in kl_and_reward(*values, coeff=coeff)
+                if x is not None
+            ]
+            return nest(packed[0]), None if reward is None else nest(packed[1])
+    return kl_of_samples(*map(column_rows, given), coeff=coeff)
+
+
+def layout_beside(reward: Column | None) -> torch.layout:
+    """The layout of nested results: torchrl's are strided, also beside jagged log-probs."""
+    return torch.jagged if isinstance(reward, NestedTensor) else torch.strided
+
+
+def _log_probs(data: SampleColumns | Columns, key: NestedKey) -> Column:
+    log_probs = data.get(key)
+    if log_probs is None:
+        raise ValueError(
+            f"tensordict: expected log-probs under {key!r}, found none under it; "
+            "run RetrieveLogProb before, or name the keys where they are"
+        )
+    return log_probs

@@ -6,31 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack, unravel_key
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import Composite
 from torchrl.envs import EnvBase, Transform
 from torchrl.envs.llm.transforms import KLRewardTransform as _KLRewardTransform
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.compat.torchrl import computing_device, step
-from fusedrl.transforms import columns, transitions
+from fusedrl.ops.token_kl.samples import kl_of_samples
+from fusedrl.transforms import columns
 from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
-from fusedrl.transforms.renamed_arguments import COEFF, refuse, renamed
-from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
-from fusedrl.transforms.rollout_columns import (
-    ASSISTANT,
-    ATTENTION,
-    PROMPT,
-    answer_key,
-    assistant_mask,
-    policy_log_probs,
-    readable,
-)
-from fusedrl.transforms.token_columns import store, token_columns
+from fusedrl.transforms.kl_computation import layout_beside
+from fusedrl.transforms.retrieve_log_prob import ATTENTION, RetrieveLogProb
 
-# The key of the reference's log-probs in torchrl up to 0.10.
-_NAMED_BEFORE = "ref_log_prob"
+_PROMPT, _ASSISTANT = ("tokens", "prompt"), ("masks", "all_assistant_mask")
 
 
 class KLRewardTransform(_KLRewardTransform):
@@ -53,8 +44,7 @@ class KLRewardTransform(_KLRewardTransform):
         in_keys: the key of the reward, alone in a list. Without a reward, 0 is penalised.
         out_keys: the key of the penalised reward, or three keys: of the penalised reward, the KL
             and the reference's log-probs. By default the reward is replaced. With one key, the
-            others are ``"kl_penalty"`` and ``"ref_log_probs"``, and the log-probs are written under
-            ``"ref_log_prob"`` too, as torchrl up to 0.10 does.
+            others are ``"kl_penalty"`` and ``"ref_log_probs"``.
         log_prob_key: key of the policy's log-probs in nats, ``[T]`` for each sample. If the policy
             wrote only those of its answer, under ``"response"`` instead of ``"full"``, the tokens
             of the prompt have KL 0.
@@ -69,10 +59,8 @@ class KLRewardTransform(_KLRewardTransform):
         detach: compute without a gradient graph.
 
     Raises:
-        TypeError: an unknown argument, or both ``coef`` and ``coeff``, which is its other name.
-        ValueError: the model is missing, given twice, generates, or does not read tokens; there is
-            not one key of a reward, or not one or three output keys; columns do not fit each
-            other, and are then unchanged.
+        ValueError: columns do not fit each other, and are then unchanged; also what torchrl's class
+            refuses.
         RuntimeError: a step has no tokens.
 
     Example:
@@ -100,12 +88,14 @@ class KLRewardTransform(_KLRewardTransform):
         tensor([0., 0.])
     """
 
+    detach = True  # of what torchrl's class has pickled
+
     def __init__(
         self,
         ref_model: LLMWrapperBase | None = None,
         *,
         ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
-        coef: float | Tensor = COEFF,
+        coef: float | Tensor = 1.0,
         in_keys: Sequence[NestedKey] | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         log_prob_key: NestedKey = ("log_probs", "full"),
@@ -116,29 +106,13 @@ class KLRewardTransform(_KLRewardTransform):
         padding_side: str = "left",
         use_ray_service: bool = False,
         detach: bool = True,
-        **unknown: Any,
     ) -> None:
-        unknown.pop("actor_name", None)  # without Ray there is no actor to name
-        coef = renamed("coef", coef, COEFF, "coeff", unknown)
-        refuse(unknown)
-        if (ref_model is None) == (ref_model_factory is None):
-            given = "neither" if ref_model is None else "both"
-            raise ValueError(
-                f"ref_model: expected a wrapper or ref_model_factory, got {given}; pass one of them"
-            )
-        read, written = _checked_keys(in_keys, out_keys)
-        model: Any = ref_model if ref_model_factory is None else ref_model_factory()
-        _check_model(model)
-        coef = torch.as_tensor(coef)
-        if coef.numel() != 1:
-            raise ValueError(
-                f"coef: expected one element, got shape {tuple(coef.shape)}; pass one number"
-            )
         super().__init__(
-            model,
-            coef=coef if coef.is_floating_point() else coef.float(),  # pyright: ignore[reportArgumentType]
-            in_keys=read,
-            out_keys=written,
+            ref_model,
+            ref_model_factory=ref_model_factory,
+            coef=coef,  # pyright: ignore[reportArgumentType]
+            in_keys=in_keys,
+            out_keys=out_keys,
             log_prob_key=log_prob_key,
             device=device,
             add_to_reward=add_to_reward,
@@ -147,48 +121,19 @@ class KLRewardTransform(_KLRewardTransform):
             padding_side=padding_side,
         )
         self.detach = detach
-        self._named_before = [_NAMED_BEFORE] if len(written) == 1 else []
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of torchrl's class too, which was pickled before a patch replaced it."""
-        super().__setstate__({"detach": True, "_named_before": [], **state})
 
     @property
-    def action_key(self) -> NestedKey:
-        """The key of the full conversation in the environment's input mode; tokens without one."""
-        parent: Any = self.parent
-        mode = "tokens" if parent is None else parent.base_env.input_mode
-        if mode not in ("history", "text", "tokens"):
-            raise ValueError(
-                f"input_mode: expected 'history', 'text' or 'tokens' of the environment, got "
-                f"{mode}; make the environment with one of them"
-            )
-        return (mode, "full")
-
-    @property
-    def columns_written(self) -> list[NestedKey]:
-        """The keys that are written: the output keys, and a former name of the last one."""
-        return [*self.out_keys, *self._named_before]
-
-    @property
-    def columns_read(self) -> tuple[list[NestedKey], list[NestedKey]]:
-        """The keys that are read from the root, and those that are read from ``"next"``."""
-        reward, *inputs = self.in_keys
-        log_probs = [self.log_prob_full_key, answer_key(self.log_prob_full_key)]
-        return [
-            *inputs,
-            PROMPT,
-            ASSISTANT,
-            ATTENTION,
-            *log_probs,
-        ], [reward]
+    def columns_read(self) -> list[NestedKey]:
+        """The keys that are read from the root, if they are there."""
+        log_probs = [self.log_prob_full_key, _answer_key(self.log_prob_full_key)]
+        return [*self.in_keys[1:], _PROMPT, _ASSISTANT, ATTENTION, *log_probs]
 
     def set_container(self, container: Transform | EnvBase) -> None:
         # torchrl assigns the action key here, which is a property: it depends on the parent.
         Transform.set_container(self, container)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return transitions.run(self, self._step, tensordict)
+        return columns.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
@@ -201,73 +146,53 @@ class KLRewardTransform(_KLRewardTransform):
         key = unravel_key(self.ref_model.in_keys[0])
         tokens = data.get(key)
         if tokens is None:
-            return self._without_tokens(key, next_tensordict)
+            raise RuntimeError(
+                f"tensordict: expected the tokens to score under {key!r}, found none; let the "
+                "policy write them"
+            )
+        ids = column_rows(tokens)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
-            log_probs = policy_log_probs(data, self.log_prob_full_key, tokens)
-            mask = assistant_mask(data, tokens) if self.assistant_only else None
+            log_probs = _policy_log_probs(data, self.log_prob_full_key, ids)
+            mask = _assistant_mask(data, ids, is_dense(tokens)) if self.assistant_only else None
             reward = target.get(self.in_keys[0]) if self.add_to_reward else None
-            ref_log_probs = self._score(tensordict, key, tokens)
-            self._penalise(target, log_probs, ref_log_probs, mask, reward)
+            layout = layout_beside(reward)
+            if reward is not None:
+                reward = column_rows(reward)
+            elif self.add_to_reward:
+                reward = [torch.zeros_like(row).unsqueeze(-1) for row in log_probs]
+            ref = self._score(tensordict, key, tokens)
+            coef: Any = self.coef
+            coef = coef.reshape(()).to(log_probs[0].device, torch.float64)
+            kl, penalised = kl_of_samples(log_probs, ref, reward, mask, coeff=coef)
+            if mask is not None:
+                ref = [row.masked_fill(~kept, 0) for row, kept in zip(ref, mask, strict=True)]
+            kl, ref = ([row.unsqueeze(-1) for row in rows] for rows in (kl, ref))
+            for name, rows in zip(self.out_keys, (penalised, kl, ref), strict=True):
+                if rows is not None:
+                    target.set(name, torch.stack(rows) if is_dense(tokens) else rows, layout)
         return next_tensordict
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        tensordict_reset = super()._reset(tensordict, tensordict_reset)
-        return transitions.begin(tensordict, tensordict_reset, self.out_keys[1], 1)
+        keys = self.out_keys[:2] if self.out_keys[0] != "reward" else self.out_keys[1:2]
+        for key in keys:
+            tensordict_reset = columns.begin(tensordict, tensordict_reset, key, 1)
+        return tensordict_reset
 
-    def _without_tokens(self, key: NestedKey, td: TensorDictBase) -> TensorDictBase:
-        if not self.missing_tolerance:
-            raise RuntimeError(
-                f"tensordict: expected the tokens to score under {key!r}, found none; let the "
-                "policy write them, or reset the environment before"
-            )
-        if self.out_keys[0] != "reward":
-            td.set(self.out_keys[0], torch.zeros(*td.batch_size, 1, 1, device=td.device))
-        return td
-
-    def _score(self, td: TensorDictBase, key: NestedKey, tokens: Column) -> Column:
-        """The reference's log-probs of ``tokens``, in the form of the tokens."""
+    def _score(self, td: TensorDictBase, key: NestedKey, tokens: Column) -> list[Tensor]:
+        """The reference's log-probs of ``tokens``, a row for each sample."""
         if not is_dense(tokens) and (self.pad_output or isinstance(tokens, Tensor)):
-            td = readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
+            td = _readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
         device = computing_device(self)
         td = td if device is None else td.to(device)
         # Made for each call: as a submodule it would put the model into the state dict twice.
         scorer = RetrieveLogProb(self.ref_model, assistant_only=False, detach=self.detach)
-        scored = step(scorer, td, td.empty())
-        log_probs = columns.columns_of(scored).get(scorer.log_probs_full_key)
+        log_probs = columns.columns_of(step(scorer, td, td.empty())).get(scorer.log_probs_full_key)
         assert log_probs is not None
-        if is_dense(log_probs) and is_dense(tokens):
-            return log_probs.to(tokens.device)
         # A model that pads gives rows of one length, which are padded on the left.
         pairs = zip(column_rows(log_probs), column_rows(tokens), strict=True)
         return [row[row.shape[-1] - len(ids) :].to(ids.device) for row, ids in pairs]
-
-    def _penalise(
-        self,
-        target: SampleColumns | Columns,
-        log_probs: Column,
-        ref_log_probs: Column,
-        mask: Column | None,
-        reward: Column | None,
-    ) -> None:
-        tokens = token_columns(log_probs, ref_log_probs, mask, reward)
-        if tokens.reward is not None and tokens.reward.shape[-1] != 1:
-            raise ValueError(
-                f"reward: expected one value for each token or sample, got "
-                f"{tokens.reward.shape[-1]}; sum them, or choose one with in_keys"
-            )
-        if reward is None and self.add_to_reward:
-            tokens = tokens._replace(reward=torch.zeros_like(tokens.log_probs).unsqueeze(-1))
-        coeff: Any = self.coef.to(tokens.log_probs.device)
-        kl, penalised = tokens.kl_and_reward(coeff)
-        kept = tokens.ref_log_probs
-        kept = kept if tokens.mask is None else kept.masked_fill(~tokens.mask, 0)
-        if penalised is not None:
-            store(target, self.out_keys[0], penalised, tokens.places)
-        store(target, self.out_keys[1], kl.unsqueeze(-1), tokens.places)
-        for key in self.columns_written[2:]:
-            store(target, key, kept.unsqueeze(-1), tokens.places)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         if "full_observation_spec" not in list(output_spec.keys()):
@@ -288,32 +213,58 @@ class KLRewardTransform(_KLRewardTransform):
         return output_spec
 
 
-def _checked_keys(
-    in_keys: Sequence[NestedKey] | None, out_keys: Sequence[NestedKey] | None
-) -> tuple[list[NestedKey], list[NestedKey]]:
-    read = list(KLRewardTransform.DEFAULT_IN_KEYS if in_keys is None else in_keys)
-    written = list(read if out_keys is None else out_keys)
-    if len(read) != 1:
-        raise ValueError(
-            f"in_keys: expected one key, the reward's, got {read}; leave it out for 'reward'"
-        )
-    if len(written) not in (1, 3):
-        raise ValueError(
-            f"out_keys: expected one key, the reward's, or three, those of reward, KL and the "
-            f"reference's log-probs, got {written}; leave it out for the reward alone"
-        )
-    return read, written
+def _readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
+    """Ragged tokens in the form that a wrapper reads: rows, or dense if it pads its output."""
+    ids = column_rows(tokens)
+    masks = [torch.ones_like(row) for row in ids] if attended is None else column_rows(attended)
+    given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
+    if not pad:
+        parts = zip(*given.values(), strict=True)
+        return lazy_stack([TensorDict(dict(zip(given, row, strict=True))) for row in parts])
+    dense = {
+        name: pad_sequence(list(column), batch_first=True, padding_side="left")
+        for name, column in given.items()
+    }
+    return TensorDict(dense, batch_size=(len(ids),))
 
 
-def _check_model(model: Any) -> None:
-    if getattr(model, "generate", False):
+def _answer_key(key: NestedKey) -> NestedKey:
+    """The key under which a policy that generates writes the answer's part of a full column."""
+    return (*key[:-1], "response") if isinstance(key, tuple) else key
+
+
+def _policy_log_probs(
+    data: SampleColumns | Columns, key: NestedKey, tokens: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The policy's log-probs of ``tokens``, NaN before the answer if it was scored alone."""
+    log_probs = data.get(key)
+    if log_probs is not None:
+        return column_rows(log_probs)
+    answers = data.get(_answer_key(key))
+    if answers is None:
         raise ValueError(
-            "ref_model: expected a wrapper that scores, got one that generates; build it with "
-            "generate=False and return_log_probs=True"
+            f"tensordict: expected the policy's log-probs under {key!r}, "
+            "found none; let the policy write them (return_log_probs=True), or name their key"
         )
-    mode = getattr(model, "input_mode", "tokens")
-    if mode != "tokens":
+    pairs = zip(column_rows(answers), tokens, strict=True)
+    behind = [(row, row.new_full((len(ids) - len(row),), torch.nan)) for row, ids in pairs]
+    return [torch.cat((unscored, row)) for row, unscored in behind]
+
+
+def _assistant_mask(
+    data: SampleColumns | Columns, tokens: Sequence[Tensor], padded: bool
+) -> list[Tensor]:
+    """The mask of the assistant's tokens, or else of all attended tokens after the prompt."""
+    mask = data.get(_ASSISTANT)
+    if mask is not None:
+        return [row.bool() for row in column_rows(mask)]
+    attended, prompts = data.get(ATTENTION), data.get(_PROMPT)
+    if prompts is None or (attended is None and padded):
         raise ValueError(
-            f"ref_model: expected input_mode='tokens', got {mode!r}; build it with "
-            "input_mode='tokens', or use RetrieveKL"
+            f"tensordict: expected an assistant mask under {_ASSISTANT!r}, or {_PROMPT!r} and "
+            f"{ATTENTION!r} to tell the answer from, found neither; use assistant_only=False"
         )
+    attended = [torch.ones_like(ids) for ids in tokens] if attended is None else attended
+    pairs = zip(column_rows(attended), column_rows(prompts), strict=True)
+    places = torch.arange(max(map(len, tokens)), device=tokens[0].device)
+    return [row.bool() & (places[: len(row)] >= len(prompt)) for row, prompt in pairs]

@@ -4,23 +4,82 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torchrl.data import Composite
-from torchrl.envs import Transform
+from torchrl.envs import Compose, Transform
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.compat.torchrl import serve_by_ray
-from fusedrl.transforms import transitions
+from fusedrl.transforms import columns
 from fusedrl.transforms.kl_reward import KLRewardTransform
 from fusedrl.transforms.retrieve_kl import RetrieveKL
-from fusedrl.transforms.transform_actor import CALLS, Description, TransformActor, full_name
-from fusedrl.transport import deserialize, serialize
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
+from fusedrl.transport import Serialized, deserialize, serialize
 
 SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
+
+
+class Description(NamedTuple):
+    """What the local side has to know about the transform in an actor."""
+
+    transform_class: str
+    text: str
+    in_keys: list[NestedKey]
+    out_keys: list[NestedKey]
+    read: list[NestedKey]
+    read_next: list[NestedKey]
+
+
+class TransformActor:
+    """A transform that runs on the columns that are sent to it."""
+
+    def __init__(self, transform_class: Any, arguments: dict[str, Any]) -> None:
+        self._class, self._arguments = transform_class, arguments
+
+    @cached_property
+    def _transform(self) -> Transform:
+        # Not in the constructor: an error there would kill the actor, and get another type.
+        return self._class(**self._arguments, service_backend="direct")
+
+    @property
+    def _parts(self) -> list[Any]:
+        transform: Any = self._transform
+        return list(transform) if isinstance(transform, Compose) else [transform]
+
+    def describe(self) -> Description:
+        """The description of the transform; raises what the transform's constructor raises."""
+        transform = self._transform
+        read = [key for part in self._parts for key in getattr(part, "columns_read", [])]
+        used = [
+            key
+            for part in self._parts
+            for key in (
+                *part.out_keys,
+                *(() if isinstance(part, RetrieveLogProb) else part.in_keys),
+            )
+        ]
+        keys = list(transform.in_keys), list(transform.out_keys)
+        return Description(_full_name(self._class), repr(transform), *keys, read, used)
+
+    def spec(self, method: str, spec: Composite) -> Composite:
+        """The spec that the transform makes from another one."""
+        return getattr(self._transform, method)(spec)
+
+    def run(self, method: str, serialized: Serialized) -> Serialized:
+        """Serialize what ``_step`` or ``_reset`` of the transform writes."""
+        result: TensorDictBase = getattr(self._transform, method)(*deserialize(serialized))
+        # Whole log-probs: their class has more than the key says.
+        written = [key for part in self._parts for key in part.out_keys]
+        entries = {key if isinstance(key, str) else key[0] for key in written}
+        return serialize(result.select(*entries, strict=False))
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class _InActor(Transform):
@@ -36,7 +95,6 @@ class _InActor(Transform):
 
     def _start(
         self,
-        models: dict[str, tuple[Any, Any]],
         arguments: dict[str, Any],
         *,
         num_cpus: float | None,
@@ -44,56 +102,30 @@ class _InActor(Transform):
         device: Any,
         actor_name: str | None,
     ) -> None:
-        """Find the actor of this name, or start one; ``models`` are pairs of model and factory."""
-        given = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus}
-        options = {**given, **(arguments.pop("ray_actor_options", None) or {})}
-        for name, (model, factory) in models.items():
-            if model is not None and factory is not None:
-                raise ValueError(f"{name}: expected a model or {name}_factory, got both; drop one")
+        """Find the actor of this name, or start one."""
         if not arguments.get("detach", True):
             raise ValueError(
                 "detach: expected True, got False; gradients do not cross to another process"
             )
+        given = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus}
+        options = given | (arguments.pop("ray_actor_options", None) or {})
+        if actor_name is not None:
+            # Detached: otherwise it would end with this transform although others use it.
+            options = {"lifetime": "detached", "get_if_exists": True} | options
+            options["name"] = actor_name
         if device is not None:
             arguments["device"] = device
         Transform.__init__(self)
-        self._actor = None
-        if actor_name is not None:
-            # Detached: otherwise it would end with this transform although others use it.
-            options = {"lifetime": "detached", "get_if_exists": True, **options, "name": actor_name}
-            self._actor = _find(actor_name, options.get("namespace"))
+        self._actor = None if actor_name is None else _find(actor_name, options.get("namespace"))
         if self._actor is None:
-            arguments |= _arguments_of(models)
-            self._actor = (
-                _ray()
-                .remote(TransformActor)
-                .options(**options)
-                .remote(self._service_cls, arguments)
-            )
-            try:
-                _wait_for_a_place(self._actor, options)
-                self._description = _get(self._actor.describe.remote())
-            except BaseException:
-                _ray().kill(self._actor)  # its transform could not be made
-                raise
-        else:
-            self._description = _get(self._actor.describe.remote())
-        if self._description.transform_class != full_name(self._service_cls):
+            self._actor = _started(self._service_cls, arguments, options)
+        self._description, name = _get(self._actor.describe.remote()), _full_name(self._service_cls)
+        if self._description.transform_class != name:
             raise ValueError(
-                f"actor_name: expected {actor_name!r} to be an actor of "
-                f"{full_name(self._service_cls)}, got {self._description.transform_class}; "
-                "use another name"
+                f"actor_name: expected {actor_name!r} to be an actor of {name}, got "
+                f"{self._description.transform_class}; use another name"
             )
         self.in_keys, self.out_keys = self._description.in_keys, self._description.out_keys
-
-    @property
-    def _running(self) -> Any:
-        if self._actor is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: expected a running actor, got a closed one; "
-                "make another transform"
-            )
-        return self._actor
 
     def close(self) -> None:
         """Give up the actor, which ends with its last transform, or stays if it has a name."""
@@ -105,11 +137,11 @@ class _InActor(Transform):
         return f"{type(self).__name__}({text})"
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return transitions.run(self, partial(self._run, "forward"), tensordict)
+        return columns.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
-        return transitions.run(self, partial(self._run, "_call"), next_tensordict)
+        return self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self._run("_step", tensordict, next_tensordict)
@@ -122,25 +154,19 @@ class _InActor(Transform):
     def _run(self, method: str, root: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
         """Send the columns that the actor reads, and store in ``target`` those that it wrote."""
         read, read_next = self._description.read, self._description.read_next
-        if target is root:
-            sent = root.select(*read, *read_next, strict=False)
-            following = sent
-        else:
-            sent = root.select(*read, "_reset", strict=False)
-            # A reset reads what was reset. A step reads from "next" only what it penalises.
-            own = [*read, *read_next] if method == "_reset" else read_next
-            following = target.select(*own, strict=False)
-        if method not in CALLS:
-            sent = (sent, following)
-        elif following is not sent:
-            sent = (sent.set("next", following),)
-        else:
-            sent = (sent,)
-        serialized = serialize(sent)
-        answer = self._running.run.remote(method, serialized, self.missing_tolerance)
-        written = deserialize(_get(answer))
+        sent = root.select(*read, "_reset", strict=False)
+        serialized = serialize((sent, target.select(*read_next, strict=False)))
+        written = deserialize(self._call_actor("run", method, serialized))
         device = target.device or serialized.device
         return target.update(written if device is None else written.to(device))
+
+    def _call_actor(self, method: str, *arguments: Any) -> Any:
+        if self._actor is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected a running actor, got a closed one; "
+                "make another transform"
+            )
+        return _get(getattr(self._actor, method).remote(*arguments))
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         return self._spec("transform_output_spec", output_spec)
@@ -152,9 +178,8 @@ class _InActor(Transform):
         return self._spec("transform_reward_spec", reward_spec)
 
     def _spec(self, method: str, spec: Composite) -> Composite:
-        device = spec.device
-        answer = _get(self._running.spec.remote(method, spec.clone().cpu()))
-        return answer.clear_device_() if device is None else answer.to(device)
+        answer = self._call_actor("spec", method, spec.clone().cpu())
+        return answer.clear_device_() if spec.device is None else answer.to(spec.device)
 
 
 def _ray() -> Any:
@@ -174,14 +199,24 @@ def _get(reference: Any) -> Any:
 
 def _find(actor_name: str, namespace: str | None) -> Any:
     try:
-        actor = _ray().get_actor(actor_name, namespace)
+        return _ray().get_actor(actor_name, namespace)
     except ValueError:
         return None
-    if not hasattr(actor, "describe"):
+
+
+def _started(transform_class: type, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    if arguments.get("gen_model") == "from_collector" and arguments["gen_model_factory"] is None:
         raise ValueError(
-            f"actor_name: expected an actor that fusedrl started, got another under "
-            f"{actor_name!r}; use another name"
+            "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', and an "
+            "actor has none; pass a model, or use RetrieveKL without Ray"
         )
+    actor = _ray().remote(TransformActor).options(**options).remote(transform_class, arguments)
+    try:
+        _wait_for_a_place(actor, options)
+        _get(actor.describe.remote())
+    except BaseException:
+        _ray().kill(actor)  # its transform could not be made
+        raise
     return actor
 
 
@@ -194,23 +229,6 @@ def _wait_for_a_place(actor: Any, options: dict[str, Any]) -> None:
             f"none; of {_ray().cluster_resources()} free are {_ray().available_resources()}: ask "
             "for less, free some, or add a machine"
         )
-
-
-def _arguments_of(models: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """The arguments of the transform in the actor: for each model, the model or its factory."""
-    for name, (model, factory) in models.items():
-        if model is None and factory is None:
-            raise ValueError(
-                f"{name}: expected a log-prob wrapper or {name}_factory, got neither; pass one"
-            )
-        if isinstance(model, str):
-            raise ValueError(
-                f"{name}: expected a log-prob wrapper or {name}_factory, got {model!r}; an actor "
-                "has no collector, and a copy of its policy would not follow the weights: pass a "
-                "model, or use RetrieveKL without Ray"
-            )
-    given = {name: model for name, (model, _) in models.items()}
-    return given | {f"{name}_factory": factory for name, (_, factory) in models.items()}
 
 
 class RayRetrieveKL(_InActor):
@@ -265,14 +283,10 @@ class RayRetrieveKL(_InActor):
         actor_name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if gen_model == "from_collector" and gen_model_factory is not None:
-            gen_model = None
+        models = {"gen_model": gen_model, "ref_model": ref_model}
+        factories = {"gen_model_factory": gen_model_factory, "ref_model_factory": ref_model_factory}
         self._start(
-            {
-                "gen_model": (gen_model, gen_model_factory),
-                "ref_model": (ref_model, ref_model_factory),
-            },
-            kwargs,
+            models | factories | kwargs,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             device=device,
@@ -326,8 +340,7 @@ class RayKLRewardTransform(_InActor):
         **kwargs: Any,
     ) -> None:
         self._start(
-            {"ref_model": (ref_model, ref_model_factory)},
-            kwargs,
+            {"ref_model": ref_model, "ref_model_factory": ref_model_factory} | kwargs,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             device=device,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,11 +17,9 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from fusedrl.compat import torchrl
 from fusedrl.models.ranks import together
 from fusedrl.models.without_adapters import WithoutAdapters, is_peft_model
-from fusedrl.transforms import columns, transitions
+from fusedrl.transforms import columns
 from fusedrl.transforms.kl_computation import KLComputation
-from fusedrl.transforms.reading import TokenBatch
-from fusedrl.transforms.renamed_arguments import COEFF, FULL, REF_FULL, refuse, renamed
-from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, model_of
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, TokenBatch, model_of
 
 
 class RetrieveKL(_RetrieveKL):
@@ -62,7 +59,6 @@ class RetrieveKL(_RetrieveKL):
             version of the weights that made the turn, also in an ``AsyncEnvPool`` of threads.
 
     Raises:
-        TypeError: an unknown argument; the message names the one that was probably meant.
         ValueError: a model is missing, given twice, generates, or gives no log-probs; the two
             models pad differently or have the same ``log_probs_key``.
 
@@ -108,25 +104,15 @@ class RetrieveKL(_RetrieveKL):
         device: torch.device | None = None,
         tokenizer: Any = None,
         padding_side: str = "left",
-        gen_log_probs_full_key: NestedKey = FULL,
-        ref_log_probs_full_key: NestedKey = REF_FULL,
+        gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
+        ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
         kl_key: NestedKey = "kl_penalty",
         add_to_reward: bool = True,
-        coeff: float | Tensor = COEFF,
+        coeff: float | Tensor = 1.0,
         use_ray_service: bool = False,
         max_tokens_per_forward: int | None = None,
         share_prefixes: bool = True,
-        **unknown: Any,
     ) -> None:
-        unknown.pop("actor_name", None)  # without Ray there is no actor to name
-        gen_log_probs_full_key = renamed(
-            "gen_log_probs_full_key", gen_log_probs_full_key, FULL, "gen_log_probs_key", unknown
-        )
-        ref_log_probs_full_key = renamed(
-            "ref_log_probs_full_key", ref_log_probs_full_key, REF_FULL, "ref_log_probs_key", unknown
-        )
-        coeff = renamed("coeff", coeff, COEFF, "coef", unknown)
-        refuse(unknown)
         if gen_model == "from_collector" and gen_model_factory is not None:
             gen_model = None
         policy = _one_of("gen_model", gen_model, gen_model_factory)
@@ -218,7 +204,7 @@ class RetrieveKL(_RetrieveKL):
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
         for key in self._keys if self._pending else ():
-            tensordict_reset = transitions.begin(tensordict, tensordict_reset, key)
+            tensordict_reset = columns.begin(tensordict, tensordict_reset, key)
         return super()._reset(tensordict, tensordict_reset)
 
     def _held(self) -> AbstractContextManager[Any]:
@@ -229,48 +215,30 @@ class RetrieveKL(_RetrieveKL):
 
     def _together(self) -> AbstractContextManager[Any]:
         """A call of the models that score, on all ranks that share one of them."""
-        transforms: Any = self.transforms
-        scorers = [each for each in transforms if torchrl.steps_as(each, RetrieveLogProb)]
-        return together("RetrieveKL", *map(model_of, scorers))
+        return together("RetrieveKL", *map(model_of, self._scorers()))
+
+    def _scorers(self) -> list[RetrieveLogProb]:
+        return [each for each in self if isinstance(each, RetrieveLogProb)]
 
     def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # All is read before anything is written, but for subclasses with a _step of their own.
+        # Both read before either writes.
         batch: TokenBatch | None = None
-        steps: list[Callable[[TensorDictBase], TensorDictBase]] = []
-        transforms: Any = self.transforms
-        for transform in transforms:
-            if torchrl.steps_as(transform, RetrieveLogProb):
-                batch = transform.read(tensordict, shared=batch)
-                steps.append(partial(transform.score, tensordict, batch=batch))
+        batches = [batch := each.read(tensordict, shared=batch) for each in self._scorers()]
+        waiting = iter(batches)
+        for transform in self:
+            if isinstance(transform, RetrieveLogProb):
+                next_tensordict = transform.score(tensordict, next_tensordict, next(waiting))
             else:
-                if isinstance(transform, KLComputation):
-                    transform.reward_of(columns.columns_of(next_tensordict))
-                steps.append(partial(torchrl.step, transform, tensordict))
-        for step in steps:
-            next_tensordict = step(next_tensordict)
+                next_tensordict = torchrl.step(transform, tensordict, next_tensordict)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         with self._together():
-            columns.check_some(tensordict)
-            return transitions.run(self, self._step, tensordict)
+            return columns.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Transform a whole transition, as a replay buffer asks for with ``invert=True``."""
         return self.forward(next_tensordict)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the state of torchrl's class too, which was pickled before a patch replaced it."""
-        super().__setstate__(state)
-        if "_pending" in state:
-            return
-        waiting = torchrl.take_kept_arguments(self)
-        self._pending = self.takes_policy = False
-        if waiting is not None:
-            container = self._container
-            made = {"gen_model_factory": None, "ref_model_factory": None}
-            RetrieveKL.__init__(self, "from_collector", **(waiting | made))
-            self._container = container
 
     def clone(self) -> RetrieveKL:
         """A copy that shares the models and is in no environment yet.

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _nested, _rows
+from fusedrl.ops import _autograd, _dispatch, _nested
 from fusedrl.ops.token_kl import reference
 
 __all__ = ["ESTIMATORS", "TokenKL", "token_kl"]
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 _DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
+_NO_OFFSETS = "leave offsets out where each token has its own"
 
 
 class TokenKL(NamedTuple):
@@ -50,12 +51,11 @@ def token_kl(
         ref_log_probs: the reference's, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has KL exactly 0, keeps its
             reward, and its log-probs are not read.
-        offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends;
-            needed to broadcast a ``[B]`` reward.
+        offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends:
+            they say that the reward is one a sequence.
         estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
-        reward: shaped like the log-probs, or ``[B]``, one value broadcast over each sequence. Where
-            B equals N for packed ``[N]`` values, ``[B, 1]`` is of sequences and ``[1, N]`` of
-            tokens, and one dimension alone is refused, unless every sequence has one token.
+        reward: in the form of the log-probs, one a token; or ``[B]``, one a sequence, beside packed
+            values with ``offsets``, padded ``[B, T]`` or nested ones.
         coeff: weight of the KL in the reward, from -1e30 to 1e30. Pass a 0-dim tensor, on the CPU
             or beside the log-probs, to vary it under ``torch.compile`` without a recompile. No
             gradient flows to it.
@@ -68,10 +68,9 @@ def token_kl(
         :class:`TokenKL`, in the form and the dtype of ``log_probs``.
 
     Raises:
-        TypeError: a mask that is not bool, values that are not floating point, arguments of
-            different forms, a sparse tensor, a coeff that is no real number.
-        ValueError: an unknown estimator, shapes, devices and offsets that do not fit, or a coeff
-            out of range, which is not checked in a compiled graph, nor on the GPU.
+        TypeError: arguments of other kinds or dtypes.
+        ValueError: shapes, devices and offsets that do not fit, or a coeff out of range, which is
+            not checked in a compiled graph, nor on the GPU.
         NotImplementedError: a forward-mode tangent, which only ``impl="reference"`` takes.
 
     Example:
@@ -90,11 +89,23 @@ def token_kl(
     batch = _nested.pack("log_probs", log_probs, offsets, form="[B, j]")
     log_probs, offsets = batch.values, batch.offsets
     ref_log_probs = batch.companion("ref_log_probs", ref_log_probs)
-    mask, reward = batch.optional("mask", mask), batch.spread("reward", reward)
-    _check(log_probs, ref_log_probs, mask, offsets)
+    mask, like = batch.optional("mask", mask), " like log_probs"
+    _dispatch.check_floating("log_probs", log_probs)
+    _dispatch.check_tensor("ref_log_probs", ref_log_probs, like=like)
+    _dispatch.check_floating("ref_log_probs", ref_log_probs)
+    _dispatch.check_same("ref_log_probs", ref_log_probs, log_probs.shape, log_probs.device, like)
+    _dispatch.check_mask(mask, log_probs.shape, log_probs.device, like)
+    if offsets is not None and log_probs.dim() != 1:
+        raise ValueError(
+            f"offsets: expected packed log_probs [N] beside it, got {tuple(log_probs.shape)}; "
+            "leave it out, or flatten what has no padding"
+        )
+    _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
     dtype = work = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
     if reward is not None:
-        reward = _one_a_token(reward, log_probs, offsets)
+        nested = getattr(reward, "is_nested", False)
+        one_each = batch.companion("reward", reward) if nested else reward
+        reward = _of_tokens(one_each, log_probs, None if nested else offsets)
         work = torch.promote_types(dtype, reward.dtype)
         reward = _contiguous(reward, work)
     log_probs, ref_log_probs = _contiguous(log_probs, work), _contiguous(ref_log_probs, work)
@@ -107,8 +118,7 @@ def token_kl(
     else:
         args = *given, ESTIMATORS.index(estimator), nan == "missing"
         inputs = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "reward": reward}
-        recorded = _autograd.needs_grad(**inputs, coeff=weight)
-        if recorded:
+        if _autograd.needs_grad(**inputs, coeff=weight):
             kl, penalised = _autograd.apply(_Autograd, *args)
         else:
             kl, penalised = torch.ops.fusedrl.token_kl.default(*args)
@@ -121,46 +131,19 @@ def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
-def _one_a_token(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
-    """``reward`` shaped like the log-probs, for which those of sequences are repeated."""
+def _of_tokens(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
+    """``reward`` shaped like the log-probs, for which one a sequence is repeated."""
     _dispatch.check_tensor("reward", reward, like=" like log_probs")
-    _dispatch.check_device("reward", reward, log_probs.device)
     _dispatch.check_floating("reward", reward)
-    if reward.shape == log_probs.shape and offsets is None:
-        return reward
+    like = " like log_probs"
     if offsets is not None:
-        shape, count = log_probs.shape, len(offsets) - 1
-        of_sequences = _rows.is_of_sequences("reward", reward, shape, count, offsets)
-        if of_sequences is False:
-            return reward if reward.shape == shape else reward.reshape(shape)
-        if of_sequences:
-            lengths = offsets.diff()
-            return reward.flatten().repeat_interleave(lengths, output_size=len(log_probs))
-    if log_probs.dim() == 2 and reward.shape in (log_probs.shape[:1], (len(log_probs), 1)):
-        return reward.view(-1, 1).expand(log_probs.shape)
-    sequences = "" if offsets is None else f", or ({len(offsets) - 1},), one for each sequence"
-    to_broadcast = "" if offsets is not None else ", or offsets beside one for each sequence"
-    raise ValueError(
-        f"reward: expected shape {tuple(log_probs.shape)} like log_probs{sequences}, got "
-        f"{tuple(reward.shape)}; {_dispatch.ONE_A_TOKEN}{to_broadcast}"
-    )
-
-
-def _check(
-    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> None:
-    for name, value in (("log_probs", log_probs), ("ref_log_probs", ref_log_probs)):
-        _dispatch.check_tensor(name, value, like="" if value is log_probs else " like log_probs")
-        _dispatch.check_floating(name, value)
-    shape, device, like = log_probs.shape, log_probs.device, " like log_probs"
-    _dispatch.check_same("ref_log_probs", ref_log_probs, shape, device, like)
-    _dispatch.check_mask(mask, shape, device, like)
-    if offsets is not None and log_probs.dim() != 1:
-        raise ValueError(
-            f"offsets: expected packed log_probs [N] beside it, got {tuple(log_probs.shape)}; "
-            "leave it out, or flatten what has no padding"
-        )
-    _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
+        shape, like = offsets.diff().shape, ", one for each sequence of offsets"
+        _dispatch.check_same("reward", reward, shape, log_probs.device, like, remedy=_NO_OFFSETS)
+        return reward.repeat_interleave(offsets.diff(), output_size=len(log_probs))
+    if log_probs.dim() == 2 and reward.shape == log_probs.shape[:1]:
+        reward = reward[:, None].expand(log_probs.shape)
+    _dispatch.check_same("reward", reward, log_probs.shape, log_probs.device, like)
+    return reward
 
 
 class _Autograd(torch.autograd.Function):
