@@ -144,3 +144,13 @@ def leaves(data) -> list[dict]:
     if isinstance(data, LazyStackedTensorDict):
         return [sample for inner in data.tensordicts for sample in leaves(inner)]
     return [{key: id(value) for key, value in data.items(True, True)}]
+
+
+def test_names_of_torchrl_s_own_example():
+    """Its docstring has them, though its class refuses them."""
+    older = {"gen_log_probs_key": ("a", "full"), "ref_log_probs_key": ("b", "full"), "coef": 0.25}
+    transform = KLComputation(**older)
+    assert transform.in_keys == [("a", "full"), ("b", "full"), "reward"]
+    assert transform.coeff == 0.25
+    with pytest.raises(TypeError, match="nonsense: expected a known argument"):
+        KLComputation(nonsense=1.0, coef=0.25)

@@ -37,6 +37,17 @@ Step = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
 _PLAIN = Plain(Tensor, TensorDict, LogProbs)
 
 
+def renamed(older: dict[str, Any], *values: Any) -> tuple[Any, ...]:
+    """Keys of both log-probs and the coefficient, which examples of torchrl's give older names.
+
+    Raises ``TypeError`` for any other argument among the ``older`` ones.
+    """
+    names = ("gen_log_probs_key", "ref_log_probs_key", "coef")
+    if unknown := sorted(older.keys() - set(names)):
+        raise TypeError(f"{unknown[0]}: expected a known argument, got an unknown one; leave it out")
+    return tuple(older.get(name, value) for name, value in zip(names, values, strict=True))
+
+
 def is_nested(column: Any) -> bool:
     """Whether a column is a nested tensor.
 

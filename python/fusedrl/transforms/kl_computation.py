@@ -47,6 +47,8 @@ class KLComputation(_KLComputation):
             the shape ``[T, 1]`` for each sample, or ``[1, 1]``, which is broadcast to the tokens.
         coeff: weight of the KL, a float or a 0-dim tensor.
         padding_side: without effect, because nothing is padded; torchrl's signature has it.
+        older: ``gen_log_probs_key``, ``ref_log_probs_key`` and ``coef``, as examples of torchrl
+            name the keys and the weight.
 
     Raises:
         ValueError: the two log-probs have one key, or columns do not fit each other or are
@@ -80,7 +82,11 @@ class KLComputation(_KLComputation):
         add_to_reward: bool = True,
         coeff: float | Tensor = 1.0,
         padding_side: str = "left",
+        **older: Any,
     ) -> None:
+        gen_log_probs_full_key, ref_log_probs_full_key, coeff = columns.renamed(
+            older, gen_log_probs_full_key, ref_log_probs_full_key, coeff
+        )
         if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
             raise ValueError(
                 f"ref_log_probs_full_key: expected another key than gen_log_probs_full_key's "

@@ -112,7 +112,11 @@ class RetrieveKL(_RetrieveKL):
         use_ray_service: bool = False,
         max_tokens_per_forward: int | None = None,
         share_prefixes: bool = True,
+        **older: Any,
     ) -> None:
+        gen_log_probs_full_key, ref_log_probs_full_key, coeff = columns.renamed(
+            older, gen_log_probs_full_key, ref_log_probs_full_key, coeff
+        )
         if gen_model == "from_collector" and gen_model_factory is not None:
             gen_model = None
         policy = _one_of("gen_model", gen_model, gen_model_factory)
