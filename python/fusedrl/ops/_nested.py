@@ -50,23 +50,6 @@ class Batch(NamedTuple):
         """The same of a companion that may be ``None``."""
         return None if value is None else self.companion(name, value)
 
-    def spread(self, name: str, value: Any) -> Any:
-        """The same as ``[1, N]``; dense values of sequences are repeated for their tokens."""
-        if value is None or self.model is None or self.offsets is None:
-            return value
-        _dispatch.check_tensor(name, value, _dispatch.DENSE, _dispatch.NESTED)
-        if value.is_nested:
-            return self.companion(name, value)[None]
-        count = len(self.offsets) - 1
-        if value.shape not in ((count,), (count, 1)):
-            raise ValueError(
-                f"{name}: expected shape ({count},), one for each sequence of nested {self.name}, "
-                f"got {tuple(value.shape)}; nest what has one value for each token like {self.name}"
-            )
-        _dispatch.check_device(name, value, self.values.device)
-        lengths, tokens = self.offsets.diff(), len(self.values)
-        return torch.repeat_interleave(value.flatten(), lengths, output_size=tokens)[None]
-
     def result(self, flat: Column) -> Column:
         """A result with one value for each token, in the form of the arguments."""
         if flat is None or self.model is None or self.offsets is None:

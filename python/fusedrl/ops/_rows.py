@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedrl.compat.torch import assert_on_device
 from fusedrl.ops import _dispatch
 
 TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -77,37 +76,3 @@ def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, 
         return index, count
     places = torch.arange(tokens.numel(), device=tokens.device)
     return places // max(tokens.shape[-1], 1), len(tokens) if tokens.dim() == 2 else 1
-
-
-def is_of_sequences(
-    name: str, value: Tensor, shape: torch.Size, count: int, offsets: Tensor | None
-) -> bool | None:
-    """Whether a column has one value for each of ``count`` sequences, and not one for each token.
-
-    ``None`` if it fits neither. Of packed tokens, ``[B, 1]`` is of sequences and ``[1, N]`` of
-    tokens. One dimension tells them apart by its length, and is refused where that is both.
-    """
-    of_tokens, of_sequences = fits(value.shape, shape, count)
-    if of_tokens and of_sequences and offsets is not None:
-        _check_one_token_each(name, value, offsets)
-    return of_sequences and not of_tokens if of_tokens or of_sequences else None
-
-
-def fits(value: torch.Size, shape: torch.Size, count: int) -> tuple[bool, bool]:
-    """Whether a column of shape ``value`` may be of tokens of this shape, and of sequences."""
-    packed = len(shape) == 1
-    of_tokens = value == shape or (packed and value == (1, *shape))
-    return of_tokens, value in ((count,), (count, 1))
-
-
-def _check_one_token_each(name: str, value: Tensor, offsets: Tensor) -> None:
-    """Refuse what may be of tokens and of sequences, unless both are the same."""
-    others = offsets.diff() != 1
-    expected = (
-        f"{name}: expected [B, 1] or [1, N] where there are as many packed tokens as sequences"
-    )
-    remedy = "reshape it with .view(-1, 1) if it is of sequences, or with .view(1, -1) if of tokens"
-    if not (others.is_cpu and _dispatch.has_values(others)):
-        assert_on_device(~others.any(), f"{expected}, got one dimension; {remedy}")
-    elif bool(others.any()):
-        raise ValueError(f"{expected}, got {tuple(value.shape)}; {remedy}")

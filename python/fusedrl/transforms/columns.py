@@ -43,8 +43,8 @@ def renamed(older: dict[str, Any], *values: Any) -> tuple[Any, ...]:
     Raises ``TypeError`` for any other argument among the ``older`` ones.
     """
     names = ("gen_log_probs_key", "ref_log_probs_key", "coef")
-    if unknown := sorted(older.keys() - set(names)):
-        raise TypeError(f"{unknown[0]}: expected a known argument, got an unknown one; leave it out")
+    for name in older.keys() - set(names):
+        raise TypeError(f"{name}: expected a known argument, got an unknown one; leave it out")
     return tuple(older.get(name, value) for name, value in zip(names, values, strict=True))
 
 
