@@ -24,7 +24,7 @@ Samples = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def make_samples(count: int, device: str) -> Samples:
-    """Ragged samples of 64 to 1024 tokens: policy, reference, and a reward a token."""
+    """Packed samples of 64 to 1024 tokens: policy, reference, and a reward a token."""
     lengths = torch.randint(64, 1025, (count,), generator=torch.Generator().manual_seed(count))
     return [
         (
@@ -55,7 +55,7 @@ def nested(samples: Samples, layout: torch.layout) -> Any:
         p, q, r = (ragged.to_strided(column) for column in packed)
     else:
         offsets = packed[0].offsets
-        p, q, r = (ragged.to_jagged(ragged.Ragged(c.values, offsets)) for c in packed)
+        p, q, r = (ragged.to_jagged(ragged.Packed(c.values, offsets)) for c in packed)
     return _columns(p, q, r, len(samples))
 
 

@@ -91,10 +91,10 @@ def test_refusals():
         with pytest.raises(ValueError, match="nested: expected at least one sequence"):
             ragged.from_nested(empty)
     with pytest.raises(ValueError, match="ragged: expected at least one sequence"):
-        ragged.to_strided(ragged.Ragged(torch.zeros(0), torch.tensor([0])))
+        ragged.to_strided(ragged.Packed(torch.zeros(0), torch.tensor([0])))
 
 
 def test_strided_views_of_a_slice_start_at_the_slice():
-    packed = ragged.Ragged(torch.arange(10.0)[4:], torch.tensor([0, 2, 6]))
+    packed = ragged.Packed(torch.arange(10.0)[4:], torch.tensor([0, 2, 6]))
     nested = ragged.to_strided(packed)
     assert [row.tolist() for row in nested.unbind()] == [[4, 5], [6, 7, 8, 9]]

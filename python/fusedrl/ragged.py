@@ -24,7 +24,7 @@ from fusedrl.compat.torch import (
 )
 
 
-class Ragged(NamedTuple):
+class Packed(NamedTuple):
     """Packed ``values [N, ...]`` and their ``offsets``, int64 ``[B + 1]`` on the same device."""
 
     values: Tensor
@@ -45,7 +45,7 @@ def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = No
     return offsets
 
 
-def from_list(tensors: Sequence[Tensor]) -> Ragged:
+def from_list(tensors: Sequence[Tensor]) -> Packed:
     """Pack a list of ``[T_i, ...]`` tensors; copies once.
 
     Raises ``ValueError`` for an empty list, which has no dtype and no device.
@@ -61,12 +61,12 @@ def from_list(tensors: Sequence[Tensor]) -> Ragged:
         raise ValueError(
             "tensors: expected at least one tensor, got an empty list; pass one for each sequence"
         )
-    return Ragged(
+    return Packed(
         torch.cat(tuple(tensors)), offsets_of([len(t) for t in tensors], tensors[0].device)
     )
 
 
-def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
+def from_nested(nested: Tensor, name: str = "nested") -> Packed:
     """Pack a nested tensor of either layout, ragged in dimension 1; errors call it ``name``.
 
     The values share memory with a contiguous tensor. A view with holes (``narrow``) or of another
@@ -74,7 +74,7 @@ def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
     """
     if isinstance(nested, NestedTensor):
         values, offsets = jagged_parts(nested, name)
-        return Ragged(values, offsets.to(torch.int64))
+        return Packed(values, offsets.to(torch.int64))
     sizes = strided_sizes(nested)
     if sizes.dim() != 2 or sizes.numel() == 0:
         raise ValueError(
@@ -88,7 +88,7 @@ def from_nested(nested: Tensor, name: str = "nested") -> Ragged:
             f"shapes {sizes.tolist()}; pass a list of packed tensors instead"
         )
     contiguous = nested if nested.is_contiguous() else nested.contiguous()
-    return Ragged(
+    return Packed(
         contiguous.values().view(-1, *trailing), offsets_of(sizes[:, 0], contiguous.device)
     )
 
@@ -120,19 +120,19 @@ def _has_graph(tensor: Tensor) -> bool:
         return tensor.requires_grad
 
 
-def to_list(ragged: Ragged) -> list[Tensor]:
+def to_list(ragged: Packed) -> list[Tensor]:
     """The sequences as views of ``values``; reads the offsets on the host."""
     return list(ragged.values.split(ragged.offsets.diff().tolist()))
 
 
-def to_jagged(ragged: Ragged) -> Tensor:
+def to_jagged(ragged: Packed) -> Tensor:
     """A jagged nested tensor over the same memory."""
     if _has_graph(ragged.values):
         return torch.nested.nested_tensor_from_jagged(ragged.values, ragged.offsets)
     return NestedTensor(ragged.values, ragged.offsets)
 
 
-def to_strided(ragged: Ragged, lengths: Sequence[int] | None = None) -> Tensor:
+def to_strided(ragged: Packed, lengths: Sequence[int] | None = None) -> Tensor:
     """A strided nested tensor over the same memory.
 
     ``lengths``, the sequence lengths as integers of the host, save reading the offsets back. Raises

@@ -176,7 +176,7 @@ def retrieve_kl(policy: Any, reference: Any) -> Callable[..., RetrieveKL]:
 
 @pytest.fixture
 def samples() -> list[dict]:
-    """Ragged log-probs of two models, and a reward a token."""
+    """Packed log-probs of two models, and a reward a token."""
     return [
         {GEN: torch.randn(n), REF: torch.randn(n), "reward": torch.randn(n, 1)} for n in LENGTHS
     ]

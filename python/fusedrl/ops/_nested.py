@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedrl import ragged
 from fusedrl.ops import _dispatch
-from fusedrl.ragged import Ragged
+from fusedrl.ragged import Packed
 
 Column = TypeVar("Column", Tensor, "Tensor | None")
 
@@ -56,9 +56,9 @@ class Batch(NamedTuple):
             return flat
         nested: Any
         if self.model.layout == torch.jagged:
-            nested = ragged.to_jagged(Ragged(flat, ragged.jagged_parts(self.model)[1]))
+            nested = ragged.to_jagged(Packed(flat, ragged.jagged_parts(self.model)[1]))
         else:
-            nested = ragged.to_strided(Ragged(flat, self.offsets))
+            nested = ragged.to_strided(Packed(flat, self.offsets))
         return nested
 
 

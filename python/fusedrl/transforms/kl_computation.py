@@ -156,7 +156,7 @@ def _penalty(
         if all(torch.equal(x, offsets[0]) for x in offsets[1:]):
             nest = ragged.to_jagged if layout == torch.jagged else ragged.to_strided
             packed = [
-                ragged.Ragged(x, offsets[0])
+                ragged.Packed(x, offsets[0])
                 for x in kl_and_reward(*values, coeff=coeff)
                 if x is not None
             ]

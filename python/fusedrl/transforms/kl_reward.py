@@ -214,7 +214,7 @@ class KLRewardTransform(_KLRewardTransform):
 
 
 def _readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
-    """Ragged tokens in the form that a wrapper reads: rows, or dense if it pads its output."""
+    """Packed tokens in the form that a wrapper reads: rows, or dense if it pads its output."""
     ids = column_rows(tokens)
     masks = [torch.ones_like(row) for row in ids] if attended is None else column_rows(attended)
     given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
