@@ -77,7 +77,8 @@ NEEDED: dict[str, dict[str, str]] = {
             "_validate_traj_format _TrajectoryPool _maybe_normalize_replay_buffer_tensordict_device"
         ),
         "torchrl.objectives.llm:GRPOLoss": (
-            "_aggregate_loss_value _get_cur_log_prob _log_weight _get_entropy _kl_to_ref"
+            "_aggregate_loss_value _reduce_loss _get_cur_log_prob _log_weight _get_entropy "
+            "_kl_to_ref"
         ),
         "torchrl.modules.llm:TransformersWrapper": "_get_sft_dist _get_rlhf_dist _get_generic_dist",
         "torchrl.modules.llm:vLLMWrapper": (

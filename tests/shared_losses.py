@@ -31,13 +31,17 @@ def chats_of(rank: int, ranks: int) -> list[Any]:
 
 
 def batch(rank: int, ranks: int, empty: int) -> Any:
-    """The data of a rank, of which the one of number ``empty`` counts no token."""
+    """The data of a rank, of which the one of number ``empty`` counts no token.
+
+    A collector's mask leaves out all rows of a rank but its first.
+    """
     data = batch_of(STACK, chats_of(rank, ranks))
     whole = batch_of(STACK)["advantage"]
     first = 0 if rank == 0 else rank
     data["advantage"] = whole[first : first + len(data["advantage"])]
-    if rank == empty:
-        for row in data.unbind(0):
+    for i, row in enumerate(data.unbind(0)):
+        row["collector", "mask"] = torch.tensor([[i == 0]])
+        if rank == empty:
             row["masks", "all_assistant_mask"].zero_()
     return data
 

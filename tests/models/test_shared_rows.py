@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -221,3 +222,26 @@ def test_an_error_leaves_nothing_behind():
         states_of(model, batch)
     states_of(model, batch)
     assert counts == [NODES, batch["input_ids"].numel()]
+
+
+def test_a_copy_that_is_made_within_a_block_computes_with_its_own_weights():
+    """Nor does a block of another thread leave anything on the model."""
+    model, batch = model_of("qwen2").eval(), groups()
+    with torch.no_grad(), sharing_prefixes(model), ThreadPoolExecutor(1) as pool:
+        pool.submit(shared_states, model, batch, []).result()
+        other = copy.deepcopy(model)
+        other.get_decoder().layers[0].mlp.down_proj.weight.mul_(3)
+        found = states_of(other, batch)
+    assert not {"forward"} & vars(model.get_decoder()).keys()
+    with torch.no_grad():
+        torch.testing.assert_close(found, states_alone(other, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_a_configuration_may_ask_for_more_than_the_last_states():
+    model, batch = model_of("qwen2").eval(), groups()
+    model.config.output_hidden_states = True
+    with torch.no_grad():
+        expected = model(**batch).hidden_states
+        with sharing_prefixes(model):
+            found = model(**batch).hidden_states
+    assert [x.shape for x in found] == [x.shape for x in expected]

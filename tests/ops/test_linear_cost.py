@@ -21,11 +21,9 @@ def run(script: str, *arguments: str) -> str:
 
 # Rows of which 30% are kept, the peak of a step, and the bytes of all logits and of the kept ones.
 PEAK = """
-import os
 import sys
 from pathlib import Path
 
-os.environ["FUSEDRL_STORED_MIB"] = "64"
 import torch
 from fusedrl import exact_kl, linear_exact_kl, linear_token_log_probs
 
@@ -102,7 +100,7 @@ losses = {
 }
 for name, loss in losses.items():
     for most_bytes in (0, 1 << 24):
-        _stored.MOST_BYTES = most_bytes
+        _stored.MOST_BYTES = most_bytes  # of which nothing else allows more
         print("next", name, most_bytes, flush=True)
         with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
             loss().sum().backward()

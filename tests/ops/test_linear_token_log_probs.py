@@ -194,6 +194,18 @@ def test_a_frozen_head_whose_largest_logits_come_last_or_first(dtype, rises):
     check(inputs, tokens)
 
 
+def test_several_gradients_at_once_behind_a_frozen_head():
+    hidden, weight, _, tokens = problem(4, 30, 8)
+    hidden.requires_grad_()
+    log_probs = linear_token_log_probs(hidden, weight, tokens).log_probs
+    found = torch.autograd.grad(log_probs, hidden, torch.eye(4), is_grads_batched=True)[0]
+    for n in range(4):
+        (grad,) = torch.autograd.grad(
+            linear_token_log_probs(hidden, weight, tokens).log_probs[n], hidden
+        )
+        torch.testing.assert_close(found[n], grad)
+
+
 @pytest.mark.parametrize("certainty", [2.0, 8.0, 14.0])
 def test_sure_token_keeps_its_gradient(certainty):
     """The true class has gradient 1 - p, -expm1(log p): 1 - exp loses all digits near p = 1."""

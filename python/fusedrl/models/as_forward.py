@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-
-
-@contextmanager
-def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A block in which ``module`` has another forward."""
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
 
 
 def as_forward(
@@ -36,17 +21,22 @@ def as_forward(
     raised when all that is around the module has ended.
     """
     place = _PLACES.setdefault(module, _Place())
+    own = vars(module).get("forward")
+    module.forward = place.forward
     place.function, place.found, place.error = function, [], None
     left: Any = ()
     try:
-        with forward_of(module, place.forward):
-            left = call()
+        left = call()
     except Exception:
         if place.error is None:
             raise
     finally:
         inside, error = place.found, place.error
         place.function, place.found, place.error = None, [], None
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
     if error is not None:
         raise error
     if len(inside) != 1:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.as_forward import forward_of
 from fusedrl.models.capabilities import capabilities_of, may_share
 from fusedrl.models.comparison import UNCOMPILED, Capabilities
 from fusedrl.models.prefix_tree import in_order, shared_with_former
@@ -31,6 +29,8 @@ logger = logging.getLogger("fusedrl")
 
 # What a decoder may be told beside a batch.
 _BESIDE = {"return_dict", "output_router_logits"}
+# What its configuration may ask for, beside the last states, that has the shape of the batch.
+_MORE = "output_hidden_states", "output_attentions"
 
 
 @contextmanager
@@ -49,18 +49,29 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     if parts is None or not takes_mask or fits(parts) is not None or not may_share(parts):
         yield
         return
-    found, thread, theirs = capabilities_of(model), get_ident(), parts.decoder.forward
+    found, thread = capabilities_of(model), get_ident()
+    tree_of_call: list[Tensor] = []  # where the tokens of the batch are in the tree
+    uncompiled = ExitStack()
 
-    @wraps(theirs)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        here = found.shares and get_ident() == thread and not torch.compiler.is_compiling()
-        tree = _tree_of(found, parts, kwargs) if here and not args else None
+    def lay_out(decoder: Any, args: Any, kwargs: Any = None) -> Any:
+        # Another thread may call the decoder while this hook is registered, without kwargs.
+        if not found.shares or get_ident() != thread or torch.compiler.is_compiling():
+            return None
+        tree_of_call.clear()  # of a call that has raised
+        tree = None if args else _tree_of(found, parts, kwargs)
         if tree is None:
-            return theirs(*args, **kwargs)
+            return None
         inputs, places = tree
+        tree_of_call.append(places)
         # Functions that are compiled by themselves would be compiled once for each tree.
-        with UNCOMPILED:
-            output = theirs(**{**kwargs, **inputs})
+        uncompiled.enter_context(UNCOMPILED)
+        return (), {**kwargs, **inputs}
+
+    def put_back(decoder: Any, args: Any, output: Any) -> Any:
+        if get_ident() != thread or not tree_of_call:
+            return None
+        places = tree_of_call.pop()
+        uncompiled.close()
         states = output.last_hidden_state
         output.last_hidden_state = states[0, places.to(states.device)]
         if "router_logits" in output:
@@ -68,7 +79,15 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
             output.router_logits = tuple(x[flat.to(x.device)] for x in output.router_logits)
         return output
 
-    with forward_of(parts.decoder, forward):
+    # Hooks, and no other forward: threads may be in blocks of their own, and a copy of the model
+    # that is made in one has its own weights. The second is first of all, so that other hooks see
+    # states in the shape of the batch.
+    with uncompiled, ExitStack() as hooks:
+        for handle in (
+            parts.decoder.register_forward_pre_hook(lay_out, with_kwargs=True),
+            parts.decoder.register_forward_hook(put_back, prepend=True),
+        ):
+            hooks.callback(handle.remove)
         yield
 
 
@@ -79,7 +98,7 @@ def _tree_of(
 
     ``None`` if its rows share nothing.
     """
-    mask = _mask_of(kwargs)
+    mask = _mask_of(parts.config, kwargs)
     if mask is None or (found.below is not None and mask.shape[1] >= found.below):
         return None
     ids = kwargs["input_ids"].cpu()
@@ -90,7 +109,7 @@ def _tree_of(
     whole = sum(map(len, rows))
     own = whole - sum(shared)
     stores_more = attention_of(parts.config) == "eager" and own**2 > mask.numel() * mask.shape[1]
-    if not any(shared) or stores_more:
+    if not any(shared) or stores_more or not may_share(parts):
         return None
     kind = type(parts.model).__name__
     logger.debug("%s: %d of %d tokens computed, the others are shared", kind, own, whole)
@@ -101,8 +120,10 @@ def _tree_of(
     return inputs, places
 
 
-def _mask_of(kwargs: Mapping[str, Any]) -> Tensor | None:
+def _mask_of(config: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
     """Which tokens of a batch are real, on the CPU; ``None`` if a call is not of such a batch."""
+    if any(getattr(config, name, False) for name in _MORE) or config.return_dict is False:
+        return None
     given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
     ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
     if given.keys() - _BESIDE or kwargs.get("use_cache") is not False or ids is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.utils import expand_as_right
 from torch import Tensor
 from torch.distributions import Distribution
 from torchrl.objectives.llm import DAPO as _DAPO
@@ -24,6 +26,11 @@ _KNOWN = {"max_tokens_per_forward", "share_prefixes"} | {
     for name, parameter in inspect.signature(_GRPOLoss.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
+
+
+# The loss whose forward runs in this context: what else a subclass does with the distribution of
+# all logits is torchrl's.
+_computing: ContextVar[Any] = ContextVar("_computing", default=None)
 
 
 class TokenDistribution(Distribution):
@@ -117,16 +124,26 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
     @not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, in the form of torchrl's class."""
-        with self._together():
-            return super().forward(tensordict)
+        token = _computing.set(self)
+        try:
+            with self._together():
+                return super().forward(tensordict)
+        finally:
+            _computing.reset(token)
 
     def _get_cur_log_prob(self, tensordict: TensorDictBase) -> Any:
+        if _computing.get() is not self:
+            return super()._get_cur_log_prob(tensordict)
         return self._fused(self._from_states, super()._get_cur_log_prob, tensordict)
 
     def _from_states(self, td: TensorDictBase) -> tuple[Tensor, TokenDistribution, bool]:
         """What ``_get_cur_log_prob`` returns: log-probs ``[B, T]`` and their distribution."""
-        kind = type(self)
-        own = [n for n in READERS_OF_LOGITS if getattr(kind, n) is not getattr(GRPOLoss, n)]
+        kind, names = type(self), vars(self)
+        own = [
+            n
+            for n in READERS_OF_LOGITS
+            if n in names or getattr(kind, n) is not getattr(GRPOLoss, n)
+        ]
         if own:
             raise CannotFuse(f"it has {', '.join(own)} of its own")
         batch = read(self.actor_network, self.masking_strategy, self.tensor_keys.action, td)
@@ -156,9 +173,13 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
                 "average_tokens_across_devices: expected a loss with a mean over tokens, got "
                 "aggregation or reduction 'none'; set it to False"
             )
-        return mean * self._part(
-            len(mask) if self.aggregation == "prompt_mean" else int(mask.sum())
+        if self.aggregation == "prompt_mean":
+            return mean * self._part(len(mask))
+        ones = torch.ones_like(value)
+        counted = self._reduce_loss(
+            ones, tensordict, mask=expand_as_right(mask, value), reduction="sum"
         )
+        return mean * self._part(int(counted))
 
     def _kl_to_ref(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         loss, kl = super()._kl_to_ref(tensordict, *args, **kwargs)

@@ -10,18 +10,21 @@ from torch import Tensor
 from fusedrl.ops import _dispatch
 
 # Of the logits of the kept rows; if they take more, none are stored, and the backward pass
-# multiplies the head again, which is a quarter of the time of both. On CUDA they are a tile, which
-# is there anyway.
+# multiplies the head again, which is a quarter of the time of both.
 MOST_BYTES = int(os.environ.get("FUSEDRL_STORED_MIB", "256")) << 20
+FEW_BYTES = 64 << 20
 
 
-def stored_bytes(hidden: Tensor) -> int:
+def stored_bytes(hidden: Tensor, weight: Tensor) -> int:
     """How many bytes the logits of the kept rows may take.
 
-    Of traced tensors, whose shapes are those of the inputs, nothing is stored: how many rows are
-    kept is not known.
+    On a CPU they take no more than the head's own gradient in float32, or few; on CUDA they are a
+    tile, which is there anyway. Of traced tensors, whose shapes are those of the inputs, nothing is
+    stored: how many rows are kept is not known.
     """
-    return MOST_BYTES if _dispatch.has_values(hidden) else 0
+    if not _dispatch.has_values(hidden):
+        return 0
+    return min(MOST_BYTES, max(FEW_BYTES, 4 * weight.numel())) if hidden.is_cpu else MOST_BYTES
 
 
 def fake(like: Tensor, most_bytes: int, dtype: torch.dtype) -> Tensor:

@@ -179,8 +179,9 @@ def linear_policy_loss(
             f"{'none' if advantages is None else 'both'}; pass one of the two"
         )
     for name, coeff in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
-        if isinstance(coeff, bool):
-            raise TypeError(f"{name}: expected a number, got {coeff}; pass 0.0 to report it alone")
+        number = 0.0 if coeff is None else _dispatch.real_number(coeff)
+        if number is None or not abs(number) <= _dispatch.LARGEST:
+            raise ValueError(f"{name}: expected a number, got {coeff}; 0.0 reports it alone")
     if (ref_log_probs is None) != (kl_coeff is None):
         raise ValueError(
             "ref_log_probs: expected a tensor beside a kl_coeff, and else None, got "
@@ -208,6 +209,7 @@ def linear_policy_loss(
     def column(name: str, value: Tensor) -> Tensor:
         # Flat, and 0 for a dropped token, where a NaN would reach sums and gradients.
         value = packed.companion(name, value)
+        _dispatch.check_tensor(name, value)
         _dispatch.check_same(name, value, tokens.shape, tokens.device, " like tokens")
         return torch.where(kept, value.detach().flatten().to(log_probs.dtype), 0)
 
@@ -219,6 +221,7 @@ def linear_policy_loss(
         advantages = column("token_advantages", token_advantages)
     else:
         assert advantages is not None
+        _dispatch.check_tensor("advantages", advantages)
         shape, remedy = torch.Size([count]), "pass offsets of packed sequences, or token_advantages"
         _dispatch.check_same("advantages", advantages, shape, tokens.device, remedy=remedy)
         advantages = torch.where(kept, advantages.detach().to(log_probs.dtype)[index], 0)
@@ -230,7 +233,12 @@ def linear_policy_loss(
     if recipe.aggregation == "sequence":
         share, parts = share / lengths, max(count, 1)
     if normalizer is not None:
-        parts = normalizer.reshape(()) if isinstance(normalizer, Tensor) else normalizer
+        if isinstance(normalizer, Tensor) and not normalizer.is_floating_point():
+            normalizer = normalizer.double()  # a count
+        remedy, low = "pass how many tokens or sequences there are", 1 / _dispatch.LARGEST
+        parts = _dispatch.scalar_tensor(
+            "normalizer", normalizer, tokens.device, low, remedy=remedy
+        ).to(share)
     share = share / parts
     factors = share if token_weights is None else share * column("token_weights", token_weights)
     counting = (torch.where(factors != 0, x, 0) for x in (log_probs, log_ratio, advantages))

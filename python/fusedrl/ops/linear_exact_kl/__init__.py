@@ -43,8 +43,8 @@ def linear_exact_kl(
     softcap is given; the reference's are made in the same way. Both exist a tile at a time (see
     :func:`linear_token_log_probs`), and only for the kept rows. The Jensen-Shannon divergence
     needs the normalizers first and makes all logits twice, and the backward pass makes them again.
-    Where the logits of the kept rows of both sides take at most 256 MiB, they are stored instead
-    and made once. Each side gets gradients only where they are required.
+    Where the logits of the kept rows of both sides are few, as there, they are stored instead and
+    made once. Each side gets gradients only where they are required.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before they are multiplied, which is faster.
@@ -134,7 +134,7 @@ def linear_exact_kl(
         kl, entropies = _autograd.apply(_Autograd, *args)
     else:
         # Without a gradient, a mixture alone reads its logits twice.
-        most_bytes = _stored.stored_bytes(head.hidden) if divergence.beta < 1 else 0
+        most_bytes = _stored.stored_bytes(head.hidden, head.weight) if divergence.beta < 1 else 0
         kl, entropies, *_ = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
     return answer(batch, divergence, kl, entropies if entropy else None)
 
@@ -176,7 +176,7 @@ class _Autograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *head, with_entropies, batch_invariant = args
-        most_bytes = _stored.stored_bytes(args[0])
+        most_bytes = _stored.stored_bytes(args[0], args[1])
         kl, entropies, *results = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
         saved = [*head, batch_invariant]
         tensors = [x if isinstance(x, Tensor) else None for x in saved]

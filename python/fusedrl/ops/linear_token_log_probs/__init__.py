@@ -39,8 +39,9 @@ def linear_token_log_probs(
     thread of the CPU (4 MiB in the backward pass, beside copies of the kept hidden states and of
     the weights of a tile), at most 256 MiB on CUDA (and 512 MiB of gradients in half precision), or
     none (Triton). The backward pass computes them again, but where those of the kept rows take at
-    most 256 MiB (``FUSEDRL_STORED_MIB`` in the environment) and are stored, never with
-    ``batch_invariant`` or under ``torch.compile``. Behind a frozen head, without ``entropy``, the
+    most 256 MiB (``FUSEDRL_STORED_MIB`` in the environment), on a CPU also no more than 64 MiB or
+    the head's gradient in float32, and are stored; never with ``batch_invariant`` or under
+    ``torch.compile``. Behind a frozen head, without ``entropy``, the
     forward pass already takes all that the gradient needs from the logits. Every gradient is summed
     in float32 and rounded once. On CUDA, a mask, or a shift of packed rows, makes the host wait for
     the number of kept rows.

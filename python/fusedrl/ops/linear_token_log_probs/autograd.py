@@ -80,7 +80,7 @@ class _Autograd(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, tokens, mask, offsets, shift, temperature, *options = args
         scale, softcap, entropy, vocab_offset, batch_invariant = options
-        most_bytes = 0 if sums_weights else _stored.stored_bytes(hidden)
+        most_bytes = 0 if sums_weights else _stored.stored_bytes(hidden, weight)
         parts, *stored = _statistics(chosen, args, most_bytes, sums_weights)
         log_probs, row_entropy, normalizers = _finish(parts, group, args)
         ctx.save_for_backward(
@@ -134,14 +134,14 @@ def _grad_of_hidden(
     _, shift, scale, softcap, _, vocab_offset, _ = options
     _, keep = rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
-        keep = keep & mask.flatten()
-    targets = tokens.flatten() - (vocab_offset or 0)
+        keep = keep & mask.reshape(-1)
+    targets = tokens.reshape(-1) - (vocab_offset or 0)
     inside = keep & (targets >= 0) & (targets < len(weight))
     largest, _, _, target_logit = parts.view(-1, 4).unbind(-1)
     normalizer, log_sum = normalizers.view(-1, 2).unbind(-1)
     inverse = temperature.reciprocal().to(hidden.device, torch.float32)
-    upstream = grad_log_probs.flatten() * inverse
-    of_target = -torch.expm1(log_probs.flatten()) * scale * upstream
+    upstream = grad_log_probs.reshape(-1) * inverse
+    of_target = -torch.expm1(log_probs.reshape(-1)) * scale * upstream
     if softcap:
         of_target = of_target * (1 - (target_logit / softcap).square())
     of_sums = upstream * ((largest - normalizer) * inverse - log_sum).exp()
