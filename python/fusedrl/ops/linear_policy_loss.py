@@ -236,9 +236,7 @@ def linear_policy_loss(
         if isinstance(normalizer, Tensor) and not normalizer.is_floating_point():
             normalizer = normalizer.double()  # a count
         remedy, low = "pass how many tokens or sequences there are", 1 / _dispatch.LARGEST
-        parts = _dispatch.scalar_tensor(
-            "normalizer", normalizer, tokens.device, low, remedy=remedy
-        ).to(share)
+        parts = _dispatch.scalar_tensor("normalizer", normalizer, tokens.device, low, remedy=remedy)
     share = share / parts
     factors = share if token_weights is None else share * column("token_weights", token_weights)
     counting = (torch.where(factors != 0, x, 0) for x in (log_probs, log_ratio, advantages))
