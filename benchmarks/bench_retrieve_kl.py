@@ -114,7 +114,7 @@ class Tokens:
     """The tokens of the conversations, and which of them are the assistant's."""
 
     def __init__(self, chats: Any, device: str):
-        from fusedrl.transforms.retrieve_log_prob import read, reading_of
+        from fusedrl.transforms.wrapper_tokens import read, reading_of
 
         reading = reading_of(wrapper(model(128, 0, device, QUICK_VOCAB)), True, None, None)
         batch = read(reading, data(chats))

@@ -16,7 +16,7 @@ from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.models import causal_log_probs
 from fusedrl.models.ranks import Apart, Step, together
 from fusedrl.ops.token_log_probs import TokenLogProbs
-from fusedrl.transforms.retrieve_log_prob import can_read
+from fusedrl.transforms.wrapper_tokens import can_read
 
 logger = logging.getLogger("fusedrl")
 

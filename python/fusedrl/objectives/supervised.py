@@ -19,7 +19,7 @@ from fusedrl.models.divergences import Classes, causal_divergences
 from fusedrl.models.ranks import together
 from fusedrl.objectives.fused import CannotFuse, FusedLoss, fits, not_compiled, with_child
 from fusedrl.transforms.columns import column_rows
-from fusedrl.transforms.retrieve_log_prob import TokenBatch, marks, masks_over, read, reading_of
+from fusedrl.transforms.wrapper_tokens import TokenBatch, marks, masks_over, read, reading_of
 
 _ASSISTANT, _ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
 

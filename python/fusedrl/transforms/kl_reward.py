@@ -19,7 +19,8 @@ from fusedrl.ops.token_kl.samples import kl_of_samples
 from fusedrl.transforms import columns
 from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
 from fusedrl.transforms.kl_computation import layout_beside
-from fusedrl.transforms.retrieve_log_prob import ATTENTION, RetrieveLogProb
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
+from fusedrl.transforms.wrapper_tokens import ATTENTION
 
 _PROMPT, _ASSISTANT = ("tokens", "prompt"), ("masks", "all_assistant_mask")
 

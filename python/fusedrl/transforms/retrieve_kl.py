@@ -19,7 +19,8 @@ from fusedrl.models.ranks import together
 from fusedrl.models.without_adapters import WithoutAdapters, is_peft_model
 from fusedrl.transforms import columns
 from fusedrl.transforms.kl_computation import KLComputation
-from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, TokenBatch, model_of
+from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, model_of
+from fusedrl.transforms.wrapper_tokens import TokenBatch
 
 
 class RetrieveKL(_RetrieveKL):
