@@ -20,6 +20,8 @@ import pytest
 import torch
 from ray_nodes import nodes
 
+from fusedrl import logs
+
 HANDLERS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -162,6 +164,7 @@ def default_signals() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    """So does every test, whichever ran before it."""
+def _fresh() -> None:
+    """So does every test, whichever ran before it, and it is told all warnings."""
     seed()
+    logs._warn.cache_clear()

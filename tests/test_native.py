@@ -179,7 +179,6 @@ def gpus(monkeypatch, fresh_load):
         monkeypatch.setattr(_host.CudaDriver, "version", lambda self: driver)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-        monkeypatch.setattr(_dispatch, "_warned", set())
 
     return fake
 

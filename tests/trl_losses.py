@@ -15,7 +15,6 @@ from tiny_trl import TEXTS, by_length, options, save_model
 import fusedrl
 from fusedrl import native
 from fusedrl.models import capabilities
-from fusedrl.patching import log_once
 
 OLD, REF, TOOLS = "old_per_token_logps", "ref_per_token_logps", "tool_mask"
 SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -56,8 +55,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def said(caplog):
-    """A function of what fusedrl has logged, as if it had logged nothing before."""
-    log_once.cache_clear()
+    """A function of what fusedrl has logged, ."""
     caplog.set_level(logging.WARNING, "fusedrl")
     return lambda: [record.message for record in caplog.records if record.name == "fusedrl"]
 

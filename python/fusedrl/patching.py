@@ -7,7 +7,6 @@ import what lazy modules stand for.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import sys
@@ -18,12 +17,6 @@ from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger("fusedrl")
-
-
-@functools.cache
-def log_once(message: str) -> None:
-    """Log a warning the first time that it is given, because it holds for all later steps."""
-    logger.warning(message)
 
 
 _lock = threading.RLock()

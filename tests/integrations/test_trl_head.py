@@ -11,7 +11,6 @@ pytest.importorskip("trl.kernels.chunked_logprob", reason="no trl, or one withou
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
 
 from fusedrl.integrations import trl_head
-from fusedrl.patching import log_once
 
 OURS = ("entropy", "mean_logits", "is_top1")
 
@@ -120,7 +119,6 @@ def test_a_half_weight_is_multiplied_in_the_dtype_of_the_hidden_states():
 def test_what_only_trl_computes_is_left_to_it_and_logged_once(
     softcap, scale, outputs, reason, caplog
 ):
-    log_once.cache_clear()
     tensors, targets = make()
     options = (1.0, 128, softcap, scale, outputs)
     for _ in range(2):

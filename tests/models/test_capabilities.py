@@ -230,9 +230,8 @@ def noise_of_router(model):
 
 
 @pytest.mark.parametrize("noise", [noise_of_neftune, noise_of_router])
-def test_noise_counts_however_small_it_is(noise, caplog, monkeypatch):
+def test_noise_counts_however_small_it_is(noise, caplog):
     """It would be drawn once for a token that sequences share, or for a row."""
-    monkeypatch.setattr(capabilities, "_warned", set())
     model = model_of("mixtral").train()
     noise(model)
     found = capabilities_of(model)
@@ -437,8 +436,7 @@ def test_a_forward_may_enter_autocast_by_itself(wrap, outside):
         assert ((ours - exact).abs().max() > 1e-3) == bool(rounded > 1e-3)
 
 
-def test_a_slower_way_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(capabilities, "_warned", set())
+def test_a_slower_way_is_logged_once(caplog):
     for _ in range(2):
         for kind in ("opt", "llama"):
             causal_log_probs(model_of(kind), TOKENS, LENGTHS)

@@ -10,7 +10,6 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import grpo as torchrl_grpo
 
 import fusedrl
-from fusedrl.objectives import fused
 
 from .policies import (
     OUTPUTS,
@@ -81,7 +80,6 @@ def with_logits(base):
 
 
 def test_a_subclass_that_reads_logits_gets_them(ways, caplog):
-    fused._logged.clear()
     ours, theirs = (
         with_logits(kind)(actor_of(model_of(), STACK), **RLHF)
         for kind in (fusedrl.GRPOLoss, torchrl_grpo.GRPOLoss)
@@ -119,7 +117,6 @@ def other_tokens(loss):
     ],
 )
 def test_what_cannot_be_computed_from_hidden_states(change, why, ways, caplog):
-    fused._logged.clear()
     data = batch_of(PADDED)
     data["others"] = (data["tokens", "full"] + 1) % 100
     losses = losses_of("GRPOLoss", model_of(), PADDED, **RLHF)[:2]

@@ -269,7 +269,8 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
         ImportError: TRL is not installed.
         TypeError: ``names`` is a single string.
         ValueError: a name is unknown, or the installed TRL does not have it, or has it with other
-            arguments. Nothing is changed then.
+            arguments; or it shares beginnings, which ``share_prefixes=False`` does not. Nothing is
+            changed then.
 
     Example:
         >>> import fusedrl, trl.trainer.utils
@@ -283,7 +284,9 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
     replacements = []
     for name in chosen_of(names, tuple(_HOMES)):
         if name in _SHARING and not share_prefixes:
-            continue
+            if names is None:
+                continue
+            raise ValueError(f"names: expected no {name} with share_prefixes=False; leave out one")
         ours, problem = _ours(name)
         if problem is None:
             replacements.append(Replacement(_HOMES[name], name, ours))

@@ -10,10 +10,10 @@ from torch import Tensor
 from trl.kernels import chunked_logprob  # pyright: ignore[reportMissingImports]
 
 from fusedrl.compat.trl import COMPACTS
+from fusedrl.logs import warn_once
 from fusedrl.ops import _dispatch
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
-from fusedrl.patching import log_once
 
 _CHOICES = ("entropy", "mean_logits", "is_top1")  # computed here beside the log-probs
 _ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
@@ -56,8 +56,7 @@ class ChunkedLogProbFunction:
         """
         reason = _not_ours(hidden, weight, final_logit_softcapping, logit_scale, outputs)
         if reason is not None:
-            if not torch.compiler.is_compiling():
-                log_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
+            warn_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
             return _theirs[0].apply(
                 *(hidden, weight, bias, targets, temperature, chunk_size),
                 *(final_logit_softcapping, logit_scale, outputs),

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from fusedrl.logs import warn_once
 from fusedrl.models.shared_rows import sharing_prefixes
-from fusedrl.patching import log_once
 
 
 def sharing(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def _warn_of_truncation(trainer: Any) -> None:
         changed.get(name, getattr(trainer, name, None)) for name in ("top_p", "top_k", "min_p")
     )
     if (top_p or 1) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0:
-        log_once(
+        warn_once(
             f"trl: {type(trainer).__name__}: completions are sampled with top_p={top_p}, "
             f"top_k={top_k} and min_p={min_p}, but TRL's log-probs are over all classes: ratios, "
             "KL and gradients are those of another policy; sample with top_p=1, top_k=0 and "

@@ -8,7 +8,6 @@ with their own logits where they are first used. Others are slow and right.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from fusedrl.compat.torch import hooks_of, is_compiled_function
+from fusedrl.logs import warn_once
 from fusedrl.models.comparison import Capabilities, compare_batch, compare_parts
 from fusedrl.models.ranks import FROM_STATES, UNKNOWN, Step
 from fusedrl.models.split import (
@@ -31,8 +31,6 @@ from fusedrl.models.split import (
     vocabulary_of,
 )
 
-logger = logging.getLogger("fusedrl")
-
 # Rounding may send a token to other experts, which looks as if sequences in a row mixed. They are
 # said to do so if they do with the tokens from each of these ids.
 FIRST_IDS = 0, 13
@@ -42,7 +40,6 @@ KEPT = 8  # verdicts on a model that alternates between states, such as training
 
 # What was found of a model in the states that it has been in.
 _verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Capabilities]]] = WeakKeyDictionary()
-_warned: set[tuple[type, str]] = set()
 
 
 def known_capabilities(model: Any, kwargs: Mapping[str, Any] | None = None) -> Capabilities | None:
@@ -81,10 +78,9 @@ def capabilities_of(
     else:
         verdict = _compared_parts(parts, step)
     for reason in (why, verdict.why):
-        if reason is not None and (type(model), reason) not in _warned:
-            _warned.add((type(model), reason))
-            text = "%s: %s; its log-probs are computed from all its logits"
-            logger.warning(text, type(model).__name__, reason)
+        if reason is not None:
+            name = type(model).__name__
+            warn_once(f"{name}: {reason}; its log-probs are computed from all its logits")
     if verdict.telling:
         _verdicts[model] = [(now, verdict), *_verdicts.get(model, ())][:KEPT]
     return _allowed(model, parts, verdict)

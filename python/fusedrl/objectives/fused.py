@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -13,16 +12,13 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl.compat.torch import children_of, replace_children
+from fusedrl.logs import warn_once
 from fusedrl.models import causal_log_probs
 from fusedrl.models.ranks import Apart, Step, together
 from fusedrl.ops.token_log_probs import TokenLogProbs
 from fusedrl.transforms.wrapper_tokens import can_read
 
-logger = logging.getLogger("fusedrl")
-
 not_compiled: Any = torch.compiler.disable  # its types hide methods
-
-_logged: set[tuple[type, str]] = set()
 
 
 class CannotFuse(Exception):
@@ -100,9 +96,6 @@ class FusedLoss:
                 step.agree(apart=True)
             except Apart:
                 why = "torchrl computes that of another rank"
-            if (type(self), why) not in _logged:
-                _logged.add((type(self), why))
-                name = type(self).__name__
-                logger.warning("%s: %s; torchrl computes it from all logits", name, why)
+            warn_once(f"{type(self).__name__}: {why}; torchrl computes it from all logits")
             with step.collective():
                 return theirs(td)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import numbers
 import os
 from collections.abc import Callable, Collection
@@ -18,8 +17,7 @@ from fusedrl.compat.torch import (
     is_transformed,
     keep_out_of_cuda_graphs,
 )
-
-logger = logging.getLogger("fusedrl")
+from fusedrl.logs import warn_once
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DENSE, NESTED = "a dense tensor", "a nested tensor"
@@ -32,8 +30,6 @@ ONE_A_TOKEN = "give one value for each token"
 RUNNING_SUM = "pass 0 and the running sum of the sequence lengths"
 for _library in LIBRARY.values():
     native.load_error(_library)  # before any tracing starts
-
-_warned: set[str] = set()
 
 
 def register_fakes(fakes: dict[str, Callable]) -> None:
@@ -116,9 +112,7 @@ def _names(dtypes: tuple) -> str:
 
 
 def _fall_back(why: str) -> str:
-    if not torch.compiler.is_compiling() and why not in _warned:
-        _warned.add(why)
-        logger.warning("%s; using the reference implementation", why)
+    warn_once(f"{why}; using the reference implementation")
     return "reference"
 
 
