@@ -173,16 +173,18 @@ def test_the_patch_reaches_every_module_that_holds_a_function_and_reverts():
     assert theirs._ChunkedLogProbFunction is before[1] and not theirs._use_triton(cpu)
 
 
+METHOD = "GRPOTrainer._get_per_token_logps_and_entropies"
+
+
 def test_names_that_are_not_known_are_refused_before_anything_changes():
     original = theirs.selective_log_softmax
     with pytest.raises(ValueError, match=r"names: expected some of .*, got 'log_softmax'"):
         fusedrl.patch_trl(["selective_log_softmax", "log_softmax"])
     with pytest.raises(TypeError, match=r"pass \['selective_log_softmax'\]"):
         fusedrl.patch_trl("selective_log_softmax")
+    with pytest.raises(ValueError, match=f"names: expected no {METHOD} with share_prefixes=False"):
+        fusedrl.patch_trl(["selective_log_softmax", METHOD], share_prefixes=False)
     assert theirs.selective_log_softmax is original
-
-
-METHOD = "GRPOTrainer._get_per_token_logps_and_entropies"
 
 
 @pytest.mark.parametrize("name", ["entropy_from_logits", METHOD])
