@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.models import causal_log_probs, log_probs, prefix_tree
+from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.prefix_tree import cut, in_order, laid_out, shared_with_former
 from fusedrl.models.tree_mask import Tree
 
@@ -140,7 +141,7 @@ def test_a_mask_stands_for_what_it_says(family, window):
     tree = Tree(parts, window, "cpu")
     expected = torch.zeros(tree.length, tree.length, dtype=torch.bool)
     for row, part in zip(rows, parts, strict=True):
-        for last in range(len(row) - part.own, len(row)):
+        for last in range(part.shared, len(row)):
             first = 0 if window is None else max(0, last + 1 - window)
             expected[part.path[last], part.path[first : last + 1]] = True
     assert torch.equal(tree.dense(torch.device("cpu")), expected)
@@ -215,7 +216,7 @@ def test_a_recomputed_layer_follows_the_tree():
         assert torch.equal(plain, recomputed)
 
 
-DROPS = ["dropout", "attention dropout", "config"]
+DROPS = ["dropout", "attention dropout", "changed rate"]
 COMPILED = [pytest.param(way, marks=pytest.mark.heavy) for way in ("compiled", "forward")]
 
 
@@ -223,20 +224,22 @@ COMPILED = [pytest.param(way, marks=pytest.mark.heavy) for way in ("compiled", "
 def test_what_is_not_shared(way):
     options = {"attention_dropout": 0.1} if way == "attention dropout" else {}
     model = model_of("llama", **options)
+    attention, mlp = (getattr(model.get_decoder().layers[0], x) for x in ("self_attn", "mlp"))
     if way == "dropout":
-        model.get_decoder().append_dropout = torch.nn.Dropout(0.1)
-    if way == "config":
-        model.config.hidden_dropout = 0.1
+        mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.1))
     if way in DROPS:
         model.train()
     if way == "compiled":
         model.compile(backend="eager")
-    attention = model.get_decoder().layers[0].self_attn
     if way == "forward":
         attention.forward = torch.compile(attention.forward, backend="eager")
     tokens, lengths = forest()
     with torch.no_grad():
         counts = counted(model)
+        if way == "changed rate":
+            attention.attention_dropout = 0.1
+            capabilities_of(model)
+            counts.clear()
         causal_log_probs(model, tokens, lengths, share_prefixes=way != "asked")
     assert sum(counts) == sum(length - 1 for length in lengths if length > 1)
 
@@ -244,7 +247,7 @@ def test_what_is_not_shared(way):
 @pytest.mark.parametrize("train", [True, False])
 def test_dropout_of_nothing_is_none(train):
     model = model_of("llama", attention_dropout=0.0 if train else 0.1).train(train)
-    model.get_decoder().more = torch.nn.Dropout(0.0)
+    model.get_decoder().layers[0].mlp.act_fn.never_called = torch.nn.Dropout(0.1)
     tokens, lengths = forest()
     counts = counted(model)
     causal_log_probs(model, tokens, lengths)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.capabilities import may_share
 from fusedrl.models.comparison import Capabilities
 from fusedrl.models.prefix_tree import cut, in_order, shared_with_former
 from fusedrl.models.split import Parts, device_of
@@ -111,13 +110,11 @@ def _packed_passes(
     most = max(usual, SHARING.get(str(attention), 0))
     # A model that gathers its weights for each pass makes fewer passes, of long rows, in which
     # attention then follows the sequences.
-    follows = found.shares and parts.gathered and may_share(parts)
+    follows = found.shares and parts.gathered
     shared = [0] * len(work)
     if share and found.shares:
-        ordered = [work[i] for i in in_order([row.tokens for row in work])]
-        common = shared_with_former([row.tokens for row in ordered])
-        if any(common) and may_share(parts):
-            work, shared = ordered, common
+        work = [work[i] for i in in_order([row.tokens for row in work])]
+        shared = shared_with_former([row.tokens for row in work])
     groups = cut([len(row.tokens) for row in work], shared, limit or most)
     for group in groups:
         shared[group.start] = 0

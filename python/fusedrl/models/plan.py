@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedrl.channel.following import one_version
 from fusedrl.compat.torch import buffers_of, parameters_of
 from fusedrl.compat.transformers import has_reentrant_checkpoints
-from fusedrl.models.capabilities import capabilities_of, known_capabilities
+from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.comparison import UNCOMPILED, Capabilities
 from fusedrl.models.forwards import (
     Pass,
@@ -24,11 +24,10 @@ from fusedrl.models.forwards import (
     passes_of,
     scored_sequences,
 )
-from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, UNKNOWN, Step, together
+from fusedrl.models.ranks import Step, together
 from fusedrl.models.split import Parts, modules_of, text_config, vocabulary_of
 from fusedrl.models.without_adapters import WithoutAdapters
 
-_CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 # Learned positions may begin at an offset, as those of OPT and BART do.
 _OFFSET = 8
 
@@ -90,19 +89,13 @@ def planned(
         _check_context(model, lengths)
         work = scored_sequences(tokens, lengths, mask)
         kwargs = dict(model_kwargs or {})
-        options = max_tokens_per_forward, share_prefixes, step.alone
+        options = max_tokens_per_forward, share_prefixes, step.ranks is None
         with context, one_version(model):
-            found = known_capabilities(model, kwargs)
-            passes = [] if found is None else _passes(model, found, tokens, work, *options)
-            ways = UNKNOWN if found is None else FROM_STATES if found.parts else FROM_LOGITS
-            differ, most = step.agree(ways=ways, passes=len(passes))
-            if differ or found is None:
-                known_ids = int(tokens.max()) + 1 if len(tokens) else 1
-                with step.collective():
-                    found = capabilities_of(model, known_ids, kwargs, step)
-                passes = _passes(model, found, tokens, work, *options)
-                _, most = step.agree(passes=len(passes))
-            if len(passes) < (most := max(most, 1)):
+            known_ids = int(tokens.max()) + 1 if len(tokens) else 1
+            found = capabilities_of(model, known_ids, kwargs, step)
+            passes = _passes(model, found, tokens, work, *options)
+            most = max(1, *step.largest(len(passes)))
+            if len(passes) < most:
                 empty = passes_of(model, found, [nothing_of(tokens)], 1, False)
                 passes += empty * (most - len(passes))
             yield Plan(model, tokens, kwargs, found, passes, step)
@@ -128,10 +121,9 @@ def _check_context(model: Any, lengths: Sequence[int]) -> None:
 
     Only a table of positions is a bound, beyond which a GPU's error would end the process.
     """
-    told = [getattr(text_config(model), name, None) for name in _CONTEXTS]
-    context = next((value for value in told if isinstance(value, int)), None)
+    context = getattr(text_config(model), "max_position_embeddings", None)
     longest = max(lengths, default=0)
-    if context is not None and longest > context and _has_table(model, context):
+    if isinstance(context, int) and longest > context and _has_table(model, context):
         raise ValueError(
             f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, the "
             f"model's context, got {longest}; truncate or split it"

@@ -7,7 +7,6 @@ counts in whole blocks, because a branch costs more than a few tokens do.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,18 +21,17 @@ LEAST = 32  # tokens of a beginning that is worth sharing
 class Part(NamedTuple):
     """Where a sequence is in a row of tokens.
 
-    ``path`` has the places of all its tokens, ``[T]``. The last ``own`` of them are its own, from
-    the place ``first`` on.
+    ``path`` has the places of all its tokens, ``[T]``. The first ``shared`` of them are those of
+    other sequences, and the rest lie side by side.
     """
 
     path: Tensor
-    first: int
-    own: int
+    shared: int
 
     @property
-    def shared(self) -> int:
-        """How many tokens it has of other sequences."""
-        return len(self.path) - self.own
+    def own(self) -> Tensor:
+        """The places of the tokens that no sequence before it has."""
+        return self.path[self.shared :]
 
 
 def in_order(rows: Sequence[Tensor]) -> list[int]:
@@ -61,27 +59,21 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range
     """Divide sorted sequences into groups of at most ``limit`` tokens, shared ones counted once.
 
     There is a cut wherever nothing is shared, and beyond that the fewest tokens are laid out that
-    are possible (dynamic programming over the first sequence of the last group). A sequence that is
-    longer than the limit is alone.
+    are possible. A sequence that is longer than the limit is alone.
     """
     fewest = [0]  # tokens of the groups that end before each sequence
     starts: list[int] = []  # the first sequence of the last of them
-    # Possible first sequences of a group, the one with the fewest tokens in all first: these, and
-    # the tokens of the group, both less those that all sequences so far have of their own.
-    possible: deque[tuple[int, int, int]] = deque()
-    own = 0
-    for end, (length, common) in enumerate(zip(lengths, shared, strict=True)):
-        if not common:
-            possible.clear()
-        own += length - common
-        size = length - own
-        while possible and possible[-1][0] > fewest[end] + size:
-            possible.pop()
-        possible.append((fewest[end] + size, size, end))
-        while len(possible) > 1 and possible[0][1] + own > limit:
-            possible.popleft()
-        best, _, start = possible[0]
-        fewest.append(best + own)
+    for last, size in enumerate(lengths):
+        start, best = last, fewest[last] + size
+        first = last
+        while shared[first]:
+            size += lengths[first - 1] - shared[first]
+            first -= 1
+            if size > limit:
+                break
+            if fewest[first] + size < best:
+                start, best = first, fewest[first] + size
+        fewest.append(best)
         starts.append(start)
     groups: list[range] = []
     end = len(lengths)
@@ -97,7 +89,6 @@ def laid_out(lengths: Sequence[int], shared: Sequence[int]) -> list[Part]:
     first = 0
     for length, common in zip(lengths, shared, strict=True):
         own = torch.arange(first, first + length - common, device="cpu")
-        path = torch.cat((parts[-1].path[:common], own)) if common else own
-        parts.append(Part(path, first, len(own)))
+        parts.append(Part(torch.cat((parts[-1].path[:common], own)) if common else own, common))
         first += len(own)
     return parts

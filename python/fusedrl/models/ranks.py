@@ -24,7 +24,6 @@ from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharde
 logger = logging.getLogger("fusedrl")
 
 SILENCE = timedelta(seconds=20)  # after which a rank says that it waits for others
-FROM_STATES, FROM_LOGITS, UNKNOWN = 1, 2, 3  # ways to compute log-probs, or either
 
 
 class Apart(RuntimeError):
@@ -164,33 +163,25 @@ _running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
 class Step(NamedTuple):
-    """What the ranks of a model agree on in a call. One process alone agrees with itself."""
+    """What the ranks of a model tell each other in a call; ``ranks`` are ``None`` for one process."""
 
     ranks: Ranks | None
     call: _Call | None = None
 
-    @property
-    def alone(self) -> bool:
-        """Whether the model is that of this process."""
-        return self.ranks is None
+    def largest(self, *values: int, apart: bool = False) -> list[int]:
+        """The largest of each of up to three values over the ranks.
 
-    def agree(self, *, apart: bool = False, ways: int = 0, passes: int = 0) -> tuple[bool, int]:
-        """Whether the ranks go several ways, and the most forward passes of a rank.
-
-        ``apart`` says that this rank computes its part without this module, which is
-        :class:`Apart` for others; ``ways``, how it may compute log-probs; ``passes``, how many
-        forward passes it makes as far as it knows.
+        A rank that computes its part ``apart`` from this module is :class:`Apart` for others.
         """
         if self.ranks is None or self.call is None:
-            return ways == FROM_STATES + FROM_LOGITS, passes
-        states, logits = ways & FROM_STATES, ways & FROM_LOGITS
-        any_apart, any_states, any_logits, most = self.call.meet(apart, states, logits, passes)
+            return list(values)
+        any_apart, *largest = self.call.meet(apart, *values)
         if any_apart and not apart:
             raise Apart(
                 "model: expected data that every rank scores in one way, got such that another "
                 "rank's wrapper scores by itself; give all ranks the same wrapper"
             )
-        return bool(any_states and any_logits), most
+        return largest[: len(values)]
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -212,10 +203,6 @@ class Step(NamedTuple):
         with interrupted_later():
             self.call.meet()
             return self.ranks.reduced(distributed.ReduceOp.SUM, *values)
-
-    def largest(self, value: int) -> int:
-        """The largest value over the ranks."""
-        return self.agree(passes=value)[1]
 
 
 @contextmanager
