@@ -17,7 +17,7 @@ from torch import nn
 from fusedrl.compat.torch import COMPILED_CALL, hooks_of
 from fusedrl.logs import warn_once
 from fusedrl.models.comparison import Capabilities, compare_batch, compare_parts
-from fusedrl.models.ranks import Step
+from fusedrl.models.ranks import ALONE, Step
 from fusedrl.models.split import (
     Parts,
     autocast_of,
@@ -27,7 +27,6 @@ from fusedrl.models.split import (
     modules_of,
     parts_of,
     shared_below,
-    vocabulary_of,
 )
 
 # Rounding may send a token to other experts, which looks as if sequences in a row mixed. They are
@@ -42,16 +41,14 @@ _verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Capabilities]]] = WeakKe
 
 def capabilities_of(
     model: Any,
-    known_ids: int = 1,
     kwargs: Mapping[str, Any] | None = None,
-    step: Step = Step(None),
+    step: Step = ALONE,
 ) -> Capabilities:
     """What is known of a model, or what a comparison with its own logits shows; log why it is slow.
 
-    Ids in ``[0, known_ids)`` are used if the model does not say its vocabulary, and ``kwargs``
-    where its logits are needed. The ranks of a ``step`` agree on a way: where one of them does not
-    know the model, or knows it otherwise, all compare. An encoder, whose tokens see later ones, is
-    a ``TypeError``.
+    Its forward gets ``kwargs`` where its logits are needed. The ranks of a ``step`` agree on a way:
+    where one does not know the model, or knows it otherwise, all compare. An encoder, whose tokens
+    see later ones, is a ``TypeError``.
     """
     parts = parts_of(model)
     why = fits(parts)
@@ -63,9 +60,8 @@ def capabilities_of(
         verdict is None or verdict.splits, verdict is None or not verdict.splits
     ) == [True, True]
     if verdict is None or differ:
-        ids = vocabulary_of(model) or known_ids
         with step.collective():
-            verdict = _compared(model, parts, ids, kwargs or {}, step)
+            verdict = _compared(model, parts, kwargs or {}, step)
         verdict = verdict._replace(below=shared_below(config))
         for reason in (why, verdict.why):
             if reason is not None:
@@ -86,7 +82,12 @@ def _state(
     looked at in each call, and the values of weights do not matter.
     """
     device = parts.weight.device if parts else device_of(model)
-    found: list[Any] = [_copied(config), parts and (parts.scale,), autocast_of(device), sorted(kwargs)]
+    found: list[Any] = [
+        _copied(config),
+        parts and (parts.scale,),
+        autocast_of(device),
+        sorted(kwargs),
+    ]
     modules = modules_of(model)
     kinds = dict.fromkeys(map(type, modules))
     found += [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
@@ -111,13 +112,13 @@ def _copied(value: Any) -> Any:
 
 
 def _compared(
-    model: Any, parts: Parts | None, ids: int, kwargs: Mapping[str, Any], step: Step
+    model: Any, parts: Parts | None, kwargs: Mapping[str, Any], step: Step
 ) -> Capabilities:
     """A verdict that all ranks share."""
     stranger = None if parts is None else foreign_in(parts.decoder)
     whole, strange = step.largest(parts is None, stranger is not None)
     if whole or parts is None:
-        return compare_batch(model, device_of(model), ids, kwargs)
+        return compare_batch(model, kwargs)
     if strange:  # weights that are 0 at first would hide what it does
         stranger = stranger or "a forward or a hook on another rank"
         return Capabilities(f"{stranger} is not its library's")

@@ -21,9 +21,11 @@ from fusedrl.models.split import (
     Parts,
     autocast_of,
     compiler_of,
+    device_of,
     modules_of,
     shared_below,
     uncompiled,
+    vocabulary_of,
     whole_of,
 )
 from fusedrl.models.tree_mask import SHARING, row_of
@@ -91,8 +93,10 @@ def compare_parts(parts: Parts, first: int = 0) -> Capabilities:
     with _trial(device, parts) as seen:
         parts.within(compare, rows[0][None].to(device))
     # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
-    return Capabilities(DRAWS) if seen.draws.found else found._replace(
-        shares=found.shares and not seen.drops and not _is_compiled(parts)
+    return (
+        Capabilities(DRAWS)
+        if seen.draws.found
+        else found._replace(shares=found.shares and not seen.drops and not _is_compiled(parts))
     )
 
 
@@ -132,21 +136,20 @@ def _compared(
     return Capabilities(None if same else PARTS_DIFFER, autocast, shares, same, near > 0)
 
 
-def compare_batch(
-    model: Any, device: torch.device, vocabulary: int, kwargs: Mapping[str, Any]
-) -> Capabilities:
+def compare_batch(model: Any, kwargs: Mapping[str, Any]) -> Capabilities:
     """Compare the model's own logits of a padded batch with those of each sequence alone.
 
     Raises:
         TypeError: the model is an encoder.
     """
+    device = device_of(model)
 
     def ask(rows: list[Tensor]) -> Tensor:
         ids = pad_sequence(rows, batch_first=True).to(device)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
         return whole_of(model(ids, attention_mask=mask, **kwargs)["logits"])[:, -ids.shape[1] :]
 
-    rows = _rows(vocabulary)
+    rows = _rows(vocabulary_of(model) or 2)
     short = [rows[0][:-1], rows[1][:COMMON]]  # the length of a call may matter too
     with _trial(device) as seen:
         try:

@@ -89,11 +89,10 @@ def planned(
         _check_context(model, lengths)
         work = scored_sequences(tokens, lengths, mask)
         kwargs = dict(model_kwargs or {})
-        options = max_tokens_per_forward, share_prefixes, step.ranks is None
         with context, one_version(model):
-            known_ids = int(tokens.max()) + 1 if len(tokens) else 1
-            found = capabilities_of(model, known_ids, kwargs, step)
-            passes = _passes(model, found, tokens, work, *options)
+            found = capabilities_of(model, kwargs, step)
+            limit = max_tokens_per_forward
+            passes = _passes(model, found, tokens, work, limit, share_prefixes, step)
             most = max(1, *step.largest(len(passes)))
             if len(passes) < most:
                 empty = passes_of(model, found, [nothing_of(tokens)], 1, False)
@@ -183,7 +182,7 @@ def _passes(
     work: list[Scored],
     limit: int | None,
     share: bool,
-    alone: bool,
+    step: Step,
 ) -> list[Pass]:
     """The forward passes over the kept tokens, after a look whether they are in the head."""
     if found.parts is not None:
@@ -191,21 +190,14 @@ def _passes(
         check_all_classes(classes, len(found.parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
         check_vocabulary(tokens, classes, torch.cat(places))
-    one = not alone and _takes_one_pass(model)
+    one = step.call is not None and _takes_one_pass(model)
     width = max((len(row.tokens) for row in work), default=1)
     if one and len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
         found = found._replace(parts=None)  # a padded batch, no row
     # What wraps the model may take one forward pass for one backward pass.
-    if one or (not alone and found.parts is None):
+    if one or (step.call is not None and found.parts is None):
         limit = limit or max(len(work), 1) * width
-    passes = passes_of(model, found, work, limit, share)
-    if one and len(passes) > 1:
-        raise ValueError(
-            f"max_tokens_per_forward: expected all tokens in one forward pass, which is all that a "
-            f"DistributedDataParallel takes with reentrant checkpoints, got {len(passes)} passes; "
-            "leave it out, or enable checkpoints with use_reentrant=False"
-        )
-    return passes
+    return passes_of(model, found, work, limit, share)
 
 
 def _takes_one_pass(model: Any) -> bool:

@@ -41,7 +41,7 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     for module in chain_of(model):
         if isinstance(module, DistributedDataParallel):
             model = module.module  # which this rank can try alone
-    alone = ranks_of(model) is None and fits(parts_of(model)) is None
+    alone = not ranks_of(model).groups and fits(parts_of(model)) is None
     found = capabilities_of(model) if alone else None
     parts = None if found is None else found.parts
     if found is None or parts is None or not found.shares:
