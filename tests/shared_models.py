@@ -263,7 +263,7 @@ def said(*args: Any, **options: Any) -> str:
 
 
 def reentrant_checkpoints() -> str:
-    """Gradients of more tokens than a pass takes by default, and torch's error of several passes."""
+    """Gradients of more tokens than a pass takes by default; torch's error of several passes."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of("llama")
     model = copy.deepcopy(whole).train()

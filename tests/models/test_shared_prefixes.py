@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fusedrl.models import causal_log_probs, log_probs, prefix_tree
 from fusedrl.models.capabilities import capabilities_of
-from fusedrl.models.prefix_tree import cut, in_order, laid_out, shared_with_former
+from fusedrl.models.prefix_tree import cut, in_order, laid_out
 from fusedrl.models.tree_mask import Tree
 
 from .test_log_probs import close
@@ -36,12 +36,8 @@ def forest(prompt=38):
 
 def nodes_of(tokens, lengths):
     """Tokens in the tree: those of each sequence but its last, without what the former one has."""
-    rows = sorted((row[:-1] for row in tokens.split(lengths) if len(row) > 1), key=bytes_of)
-    return sum(map(len, rows)) - sum(shared_with_former(rows))
-
-
-def bytes_of(row):
-    return row.numpy().tobytes()
+    rows = [row[:-1] for row in tokens.split(lengths) if len(row) > 1]
+    return sum(map(len, rows)) - sum(in_order(rows)[1])
 
 
 ATTENTIONS = [(kind, "eager") for kind in PACKING]
@@ -109,8 +105,8 @@ def test_any_family_is_as_near_to_float64(kind, family):
 def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
     tokens, lengths, _, limit = family
     rows = list(tokens.split(lengths))
-    rows = [rows[i] for i in in_order(rows)]
-    shared, lengths = shared_with_former(rows), list(map(len, rows))
+    order, shared = in_order(rows)
+    lengths = [len(rows[i]) for i in order]
     limit = limit or 10**6
 
     def size(first, end):
@@ -136,8 +132,9 @@ def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
 def test_a_mask_stands_for_what_it_says(family, window):
     tokens, lengths, _, _ = family
     rows = list(tokens.split(lengths))
-    rows = [rows[i] for i in in_order(rows)]
-    parts = laid_out(list(map(len, rows)), shared_with_former(rows))
+    order, shared = in_order(rows)
+    rows = [rows[i] for i in order]
+    parts = laid_out(list(map(len, rows)), shared)
     tree = Tree(parts, window, "cpu")
     expected = torch.zeros(tree.length, tree.length, dtype=torch.bool)
     for row, part in zip(rows, parts, strict=True):
@@ -273,7 +270,7 @@ def test_little_in_common_is_not_shared():
     for common, shared in ((prefix_tree.LEAST - 1, 0), (prefix_tree.LEAST, prefix_tree.LEAST)):
         start = drawn(common, 0)
         rows = [torch.cat((start, torch.tensor([token, 7]))) for token in (1, 2)]
-        assert shared_with_former(rows) == [0, shared]
+        assert in_order(rows)[1] == [0, shared]
 
 
 def test_bfloat16_errs_no_more():

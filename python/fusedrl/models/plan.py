@@ -25,7 +25,7 @@ from fusedrl.models.forwards import (
     scored_sequences,
 )
 from fusedrl.models.ranks import Step, together
-from fusedrl.models.split import Parts, modules_of, text_config, vocabulary_of
+from fusedrl.models.split import Parts, device_of, modules_of, text_config, vocabulary_of
 from fusedrl.models.without_adapters import WithoutAdapters
 
 # Learned positions may begin at an offset, as those of OPT and BART do.
@@ -94,9 +94,7 @@ def planned(
             limit = max_tokens_per_forward
             passes = _passes(model, found, tokens, work, limit, share_prefixes, step)
             most = max(1, *step.largest(len(passes)))
-            if len(passes) < most:
-                empty = passes_of(model, found, [nothing_of(tokens)], 1, False)
-                passes += empty * (most - len(passes))
+            passes += [nothing_of(tokens, device_of(model))] * (most - len(passes))
             yield Plan(model, tokens, kwargs, found, passes, step)
 
 

@@ -34,25 +34,21 @@ class Part(NamedTuple):
         return self.path[self.shared :]
 
 
-def in_order(rows: Sequence[Tensor]) -> list[int]:
-    """Indices of token sequences, sorted so that common beginnings are neighbours."""
-    return sorted(range(len(rows)), key=lambda i: rows[i].numpy().tobytes())
+def in_order(rows: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Indices that sort token sequences, and how many tokens each shares with the one before it.
 
-
-def shared_with_former(rows: Sequence[Tensor]) -> list[int]:
-    """How many tokens each of the sorted sequences shares with the one before it; 0 for the first.
-
-    It is a multiple of ``BLOCK``, or all tokens of the one before, and at least ``LEAST`` or 0.
+    That is a multiple of ``BLOCK``, or all tokens of the one before, and at least ``LEAST`` or 0.
     """
+    order = sorted(range(len(rows)), key=lambda i: rows[i].numpy().tobytes())
     shared = [0] * min(len(rows), 1)
-    for former, row in pairwise(rows):
+    for former, row in pairwise(rows[i] for i in order):
         shortest = min(len(former), len(row))
         different = (former[:shortest] != row[:shortest]).nonzero()
         common = int(different[0]) if len(different) else shortest
         if common < len(former):
             common -= common % BLOCK
         shared.append(common if common >= LEAST else 0)
-    return shared
+    return order, shared
 
 
 def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range]:

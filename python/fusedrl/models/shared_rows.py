@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.comparison import UNCOMPILED, Capabilities
-from fusedrl.models.prefix_tree import in_order, shared_with_former
+from fusedrl.models.prefix_tree import in_order
 from fusedrl.models.ranks import ranks_of
 from fusedrl.models.split import Parts, chain_of, fits, modules_of, parts_of
 from fusedrl.models.tree_mask import row_of
@@ -106,9 +106,8 @@ def _tree_of(
         return None
     ids = kwargs["input_ids"].cpu()
     rows = [row[kept] for row, kept in zip(ids, mask, strict=True)]
-    order = in_order(rows)
+    order, shared = in_order(rows)
     rows = [rows[i] for i in order]
-    shared = shared_with_former(rows)
     own = sum(map(len, rows)) - sum(shared)
     stores_more = attention_of(parts.config) == "eager" and own**2 > mask.numel() * mask.shape[1]
     if not any(shared) or stores_more:
