@@ -34,15 +34,12 @@ from fusedrl.models.split import (
 FIRST_IDS = 0, 13
 KEPT = 8  # verdicts on a model that alternates between states, such as training and evaluation
 
-
 # What was found of a model in the states that it has been in.
 _verdicts: WeakKeyDictionary[nn.Module, list[tuple[Any, Capabilities]]] = WeakKeyDictionary()
 
 
 def capabilities_of(
-    model: Any,
-    kwargs: Mapping[str, Any] | None = None,
-    step: Step = ALONE,
+    model: Any, kwargs: Mapping[str, Any] | None = None, step: Step = ALONE
 ) -> Capabilities:
     """What is known of a model, or what a comparison with its own logits shows; log why it is slow.
 
@@ -56,12 +53,10 @@ def capabilities_of(
     config = getattr(parts.base if parts else model, "config", None)
     now = _state(model, parts, config, kwargs or {})
     verdict = next((known for then, known in _verdicts.get(model, ()) if then == now), None)
-    differ = step.largest(
-        verdict is None or verdict.splits, verdict is None or not verdict.splits
-    ) == [True, True]
-    if verdict is None or differ:
+    ways = (True, True) if verdict is None else (verdict.splits, not verdict.splits)
+    if all(step.largest(*ways)) or verdict is None:
         with step.collective():
-            verdict = _compared(model, parts, kwargs or {}, step)
+            verdict = _verdict_on(model, parts, kwargs or {}, step)
         verdict = verdict._replace(below=shared_below(config))
         for reason in (why, verdict.why):
             if reason is not None:
@@ -81,13 +76,8 @@ def _state(
     is compiled, the configuration and autocast. What has to hold of the model around its decoder is
     looked at in each call, and the values of weights do not matter.
     """
-    device = parts.weight.device if parts else device_of(model)
-    found: list[Any] = [
-        _copied(config),
-        parts and (parts.scale,),
-        autocast_of(device),
-        sorted(kwargs),
-    ]
+    autocast = autocast_of(parts.weight.device if parts else device_of(model))
+    found: list[Any] = [_copied(config), parts and (parts.scale,), autocast, sorted(kwargs)]
     modules = modules_of(model)
     kinds = dict.fromkeys(map(type, modules))
     found += [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
@@ -96,9 +86,9 @@ def _state(
         known, (before, behind) = vars(module), hooks_of(module)
         own = known.get("forward")
         kind = ref(type(module)), own and ref(own), known.get("is_causal")
-        rates = [x for x in known.values() if type(x) is float] if module.training else ()
+        rates = module.training and [x for x in known.values() if type(x) is float]
         compiled = known.get(COMPILED_CALL) is not None
-        found.append((*kind, module.training, compiled, *rates, *before, *behind))
+        found.append((*kind, module.training, rates, compiled, *before, *behind))
     return found
 
 
@@ -111,7 +101,7 @@ def _copied(value: Any) -> Any:
     return _copied(vars(value)) if hasattr(value, "model_type") else value
 
 
-def _compared(
+def _verdict_on(
     model: Any, parts: Parts | None, kwargs: Mapping[str, Any], step: Step
 ) -> Capabilities:
     """A verdict that all ranks share."""

@@ -93,11 +93,10 @@ def compare_parts(parts: Parts, first: int = 0) -> Capabilities:
     with _trial(device, parts) as seen:
         parts.within(compare, rows[0][None].to(device))
     # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
-    return (
-        Capabilities(DRAWS)
-        if seen.draws.found
-        else found._replace(shares=found.shares and not seen.drops and not _is_compiled(parts))
-    )
+    if seen.draws.found:
+        return Capabilities(DRAWS)
+    # A draw of dropout would count for all that share a token.
+    return found._replace(shares=found.shares and not seen.drops and not _is_compiled(parts))
 
 
 def _is_compiled(parts: Parts) -> bool:
@@ -137,11 +136,7 @@ def _compared(
 
 
 def compare_batch(model: Any, kwargs: Mapping[str, Any]) -> Capabilities:
-    """Compare the model's own logits of a padded batch with those of each sequence alone.
-
-    Raises:
-        TypeError: the model is an encoder.
-    """
+    """Compare the model's own logits of a padded batch with those of each sequence alone."""
     device = device_of(model)
 
     def ask(rows: list[Tensor]) -> Tensor:
@@ -181,12 +176,10 @@ def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
 
 
 def _rounding(model: Any, logits: Tensor, *dtypes: torch.dtype) -> float:
-    """How far apart rounding takes values; below 0 if there is a NaN, with which nothing agrees."""
-    if bool(logits.isnan().any()):
-        return -1.0
+    """How far apart rounding takes values; NaN if there is one, with which nothing agrees."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
     half = min(torch.finfo(x).bits for x in (*weights, *dtypes)) <= 16
-    largest = logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    largest = logits.nan_to_num(torch.nan, 0.0, 0.0).abs().max().item()
     return (5e-2 if half else 2e-4) * largest
 
 

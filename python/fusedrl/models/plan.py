@@ -33,10 +33,7 @@ _OFFSET = 8
 
 
 class Plan(NamedTuple):
-    """The forward passes of a call over the kept ones of ``tokens``, ``[N]`` on the CPU.
-
-    ``kwargs`` are for a model that is asked for its logits. The ranks of a model agree in ``step``.
-    """
+    """The forward passes of a call over the kept ones of ``tokens``, ``[N]`` on the CPU."""
 
     model: Any
     tokens: Tensor
@@ -77,7 +74,6 @@ def planned(
     the one with the most.
     """
     with together("log-probs", model) as step:
-        lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         lengths = [int_of(n) for n in lengths]
         _check_packed(tokens, lengths, mask)
         check_limit(max_tokens_per_forward)
@@ -114,35 +110,26 @@ def _check_packed(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> No
 
 
 def _check_context(model: Any, lengths: Sequence[int]) -> None:
-    """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
+    """Refuse a sequence with more tokens than a model has positions for, if it has a table of them.
 
-    Only a table of positions is a bound, beyond which a GPU's error would end the process.
+    Beyond it, a GPU's error would end the process. It may be learned, or sines or a causal mask
+    that are computed once. Rotary embeddings, ALiBi and recurrent states run beyond the context.
     """
     context = getattr(text_config(model), "max_position_embeddings", None)
     longest = max(lengths, default=0)
-    if isinstance(context, int) and longest > context and _has_table(model, context):
-        raise ValueError(
-            f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, the "
-            f"model's context, got {longest}; truncate or split it"
-        )
-
-
-def _has_table(model: Any, context: int) -> bool:
-    """Whether a model holds a table of as many positions as its context has, and no more.
-
-    Such a table may be learned positions, or sines or a causal mask that are computed once. Rotary
-    embeddings, ALiBi and recurrent states have none, and run beyond the context.
-    """
+    if not isinstance(context, int) or longest <= context:
+        return
     inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for module in model.modules():
         rows = getattr(module, "num_embeddings", None)
-        if isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET:
-            return True
+        learned = isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET
         own = [*buffers_of(module).values()]
         own += [weight for name, weight in parameters_of(module).items() if "pos" in name]
-        if any(x is not None and x.dim() > 1 and context in x.shape for x in own):
-            return True
-    return False
+        if learned or any(x is not None and x.dim() > 1 and context in x.shape for x in own):
+            raise ValueError(
+                f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, "
+                f"the model's context, got {longest}; truncate or split it"
+            )
 
 
 def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:
@@ -188,7 +175,11 @@ def _passes(
         check_all_classes(classes, len(found.parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
         check_vocabulary(tokens, classes, torch.cat(places))
-    one = step.call is not None and _takes_one_pass(model)
+    modules = modules_of(model) if step.call is not None and torch.is_grad_enabled() else []
+    ddp = [each for each in modules if isinstance(each, DistributedDataParallel)]
+    counts = any(each.require_backward_grad_sync and not each.static_graph for each in ddp)
+    # DDP would see a weight's gradient once for each pass: checkpoints bring it anew.
+    one = counts and any(map(has_reentrant_checkpoints, modules))
     width = max((len(row.tokens) for row in work), default=1)
     if one and len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
         found = found._replace(parts=None)  # a padded batch, no row
@@ -196,14 +187,6 @@ def _passes(
     if one or (step.call is not None and found.parts is None):
         limit = limit or max(len(work), 1) * width
     return passes_of(model, found, work, limit, share)
-
-
-def _takes_one_pass(model: Any) -> bool:
-    """Whether DDP would see a weight's gradient once for each pass: checkpoints bring it anew."""
-    modules = modules_of(model) if torch.is_grad_enabled() else []
-    ddp = [each for each in modules if isinstance(each, DistributedDataParallel)]
-    counts = any(each.require_backward_grad_sync and not each.static_graph for each in ddp)
-    return counts and any(map(has_reentrant_checkpoints, modules))
 
 
 def at_kept_states(

@@ -207,12 +207,7 @@ def together(kind: str, *models: Any) -> Iterator[Step]:
 
     An error of a rank in the block is an error of all, unless others are in a collective of the
     model's by then. The ranks agree at the end of the outermost block that none has had one, so
-    that whatever may fail belongs into it.
-
-    Args:
-        kind: what is called.
-        models: to call, or modules around them, or :class:`fusedrl.models.WithoutAdapters`; ranks
-            may share none of them. The step is that of the first that they share.
+    that whatever may fail belongs into it. The step is that of the first model that they share.
     """
     asked = [getattr(model, "adapted", model) for model in models]
     spread = [(model, ranks) for model in asked if (ranks := ranks_of(model)).groups]

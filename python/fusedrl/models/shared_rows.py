@@ -41,10 +41,8 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     for module in chain_of(model):
         if isinstance(module, DistributedDataParallel):
             model = module.module  # which this rank can try alone
-    alone = not ranks_of(model).groups and fits(parts_of(model)) is None
-    found = capabilities_of(model) if alone else None
-    parts = None if found is None else found.parts
-    if found is None or parts is None or not found.shares:
+    parts = None if ranks_of(model).groups else parts_of(model)
+    if parts is None or fits(parts) or not (found := capabilities_of(model)).shares:
         yield
         return
     modes, thread = _modes_of(parts.decoder), get_ident()

@@ -34,10 +34,7 @@ _ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
 class Tree:
     """Attention in a row of tokens, each of which attends to the tokens of its own sequence.
 
-    Args:
-        parts: where each sequence is in the row.
-        window: how many keys a token attends to at most, the last ones; ``None`` for all.
-        device: where the row is computed.
+    With a ``window``, it attends to so many keys at most, the last ones.
     """
 
     def __init__(
@@ -162,13 +159,13 @@ class TreeMask(Tensor):
             return mask.tree.attend(*args, **kwargs)
         if func in _ASKED:
             return super().__torch_function__(func, types, args, kwargs)
-        args, kwargs = map_leaves(_made, (args, kwargs))
+
+        def made(value: Any) -> Any:
+            is_mask = isinstance(value, TreeMask)
+            return value.tree.dense(value.device)[None, None] if is_mask else value
+
+        args, kwargs = map_leaves(made, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _made(value: Any) -> Any:
-    made = isinstance(value, TreeMask)
-    return value.tree.dense(value.device)[None, None] if made else value
 
 
 def row_of(
