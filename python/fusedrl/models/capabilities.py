@@ -86,7 +86,8 @@ def _state(
         known, (before, behind) = vars(module), hooks_of(module)
         own = known.get("forward")
         kind = ref(type(module)), own and ref(own), known.get("is_causal")
-        rates = module.training and [x for x in known.values() if type(x) is float]
+        drops = [known[x] for x in known if x == "p" or "drop" in x] if module.training else ()
+        rates = [x for x in drops if type(x) in (int, float)]
         compiled = known.get(COMPILED_CALL) is not None
         found.append((*kind, module.training, rates, compiled, *before, *behind))
     return found

@@ -1,13 +1,13 @@
 """Beginnings that token sequences share, each of which is laid out and computed once.
 
-Sequences are sorted, so that those with the same beginning are neighbours. Each then continues the
-one before it: it has the places of their common tokens, and new places for its own. A common part
-counts in whole blocks, because a branch costs more than a few tokens do.
+Sequences are sorted, so that each continues the one before it. A common part counts in whole
+blocks, because a branch costs more than a few tokens do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -59,17 +59,19 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range
     """
     fewest = [0]  # tokens of the groups that end before each sequence
     starts: list[int] = []  # the first sequence of the last of them
-    for last, size in enumerate(lengths):
-        start, best = last, fewest[last] + size
-        first = last
-        while shared[first]:
-            size += lengths[first - 1] - shared[first]
-            first -= 1
-            if size > limit:
-                break
-            if fewest[first] + size < best:
-                start, best = first, fewest[first] + size
-        fewest.append(best)
+    # A heap of first sequences of a group: the fewest tokens in all with it, and those of the group,
+    # both less what all sequences so far have of their own.
+    possible: list[tuple[int, int, int]] = []
+    own = 0
+    for last, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if not common:
+            possible.clear()
+        own += length - common
+        heappush(possible, (fewest[last] + length - own, length - own, last))
+        while possible[0][1] + own > limit and possible[0][2] != last:
+            heappop(possible)
+        best, _, start = possible[0]
+        fewest.append(best + own)
         starts.append(start)
     groups: list[range] = []
     end = len(lengths)
