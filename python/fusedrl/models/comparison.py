@@ -67,7 +67,7 @@ class Capabilities(NamedTuple):
 
 
 def compare_parts(parts: Parts, first: int = 0) -> Capabilities:
-    """Compare log-probs of ids from ``first`` on, in a row of sequences, with each one's own logits."""
+    """Compare log-probs of ids from ``first`` on, in a shared row, with each one's own logits."""
     device = parts.embeddings.device
     rows = _rows(min(len(parts.head.weight), len(parts.embeddings)), first)
     model = parts.base.forward if parts.shared else uncompiled(parts.model)

@@ -59,8 +59,8 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range
     """
     fewest = [0]  # tokens of the groups that end before each sequence
     starts: list[int] = []  # the first sequence of the last of them
-    # A heap of first sequences of a group: the fewest tokens in all with it, and those of the group,
-    # both less what all sequences so far have of their own.
+    # A heap of first sequences of a group: the fewest tokens in all with it, and the tokens of the
+    # group, both less what all sequences so far have of their own.
     possible: list[tuple[int, int, int]] = []
     own = 0
     for last, (length, common) in enumerate(zip(lengths, shared, strict=True)):
