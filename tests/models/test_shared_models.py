@@ -92,7 +92,7 @@ def test_gradients_that_accumulate(two, way):
 def test_checkpoints_that_take_one_pass(two):
     """Torch's own forward is one: several bring a weight's gradient several times."""
     for text in two.run(shared_models.reentrant_checkpoints):
-        assert text.startswith("ValueError: max_tokens_per_forward: expected all tokens in one ")
+        assert "multiple reentrant backward passes" in text
 
 
 def test_a_call_of_one_rank_is_told_from_that_of_others(two):

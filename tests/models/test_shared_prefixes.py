@@ -13,7 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.models import causal_log_probs, log_probs, prefix_tree
-from fusedrl.models.prefix_tree import cut, in_order, laid_out, shared_with_former
+from fusedrl.models.capabilities import capabilities_of
+from fusedrl.models.prefix_tree import cut, in_order, laid_out
 from fusedrl.models.tree_mask import Tree
 
 from .test_log_probs import close
@@ -35,12 +36,8 @@ def forest(prompt=38):
 
 def nodes_of(tokens, lengths):
     """Tokens in the tree: those of each sequence but its last, without what the former one has."""
-    rows = sorted((row[:-1] for row in tokens.split(lengths) if len(row) > 1), key=bytes_of)
-    return sum(map(len, rows)) - sum(shared_with_former(rows))
-
-
-def bytes_of(row):
-    return row.numpy().tobytes()
+    rows = [row[:-1] for row in tokens.split(lengths) if len(row) > 1]
+    return sum(map(len, rows)) - sum(in_order(rows)[1])
 
 
 ATTENTIONS = [(kind, "eager") for kind in PACKING]
@@ -108,8 +105,8 @@ def test_any_family_is_as_near_to_float64(kind, family):
 def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
     tokens, lengths, _, limit = family
     rows = list(tokens.split(lengths))
-    rows = [rows[i] for i in in_order(rows)]
-    shared, lengths = shared_with_former(rows), list(map(len, rows))
+    order, shared = in_order(rows)
+    lengths = [len(rows[i]) for i in order]
     limit = limit or 10**6
 
     def size(first, end):
@@ -135,12 +132,13 @@ def test_the_fewest_tokens_are_laid_out_within_the_limit(family):
 def test_a_mask_stands_for_what_it_says(family, window):
     tokens, lengths, _, _ = family
     rows = list(tokens.split(lengths))
-    rows = [rows[i] for i in in_order(rows)]
-    parts = laid_out(list(map(len, rows)), shared_with_former(rows))
+    order, shared = in_order(rows)
+    rows = [rows[i] for i in order]
+    parts = laid_out(list(map(len, rows)), shared)
     tree = Tree(parts, window, "cpu")
     expected = torch.zeros(tree.length, tree.length, dtype=torch.bool)
     for row, part in zip(rows, parts, strict=True):
-        for last in range(len(row) - part.own, len(row)):
+        for last in range(part.shared, len(row)):
             first = 0 if window is None else max(0, last + 1 - window)
             expected[part.path[last], part.path[first : last + 1]] = True
     assert torch.equal(tree.dense(torch.device("cpu")), expected)
@@ -215,7 +213,7 @@ def test_a_recomputed_layer_follows_the_tree():
         assert torch.equal(plain, recomputed)
 
 
-DROPS = ["dropout", "attention dropout", "config"]
+DROPS = ["dropout", "attention dropout", "changed rate"]
 COMPILED = [pytest.param(way, marks=pytest.mark.heavy) for way in ("compiled", "forward")]
 
 
@@ -223,20 +221,22 @@ COMPILED = [pytest.param(way, marks=pytest.mark.heavy) for way in ("compiled", "
 def test_what_is_not_shared(way):
     options = {"attention_dropout": 0.1} if way == "attention dropout" else {}
     model = model_of("llama", **options)
+    attention, mlp = (getattr(model.get_decoder().layers[0], x) for x in ("self_attn", "mlp"))
     if way == "dropout":
-        model.get_decoder().append_dropout = torch.nn.Dropout(0.1)
-    if way == "config":
-        model.config.hidden_dropout = 0.1
+        mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.1))
     if way in DROPS:
         model.train()
     if way == "compiled":
         model.compile(backend="eager")
-    attention = model.get_decoder().layers[0].self_attn
     if way == "forward":
         attention.forward = torch.compile(attention.forward, backend="eager")
     tokens, lengths = forest()
     with torch.no_grad():
         counts = counted(model)
+        if way == "changed rate":
+            attention.attention_dropout = 0.1
+            capabilities_of(model)
+            counts.clear()
         causal_log_probs(model, tokens, lengths, share_prefixes=way != "asked")
     assert sum(counts) == sum(length - 1 for length in lengths if length > 1)
 
@@ -244,7 +244,7 @@ def test_what_is_not_shared(way):
 @pytest.mark.parametrize("train", [True, False])
 def test_dropout_of_nothing_is_none(train):
     model = model_of("llama", attention_dropout=0.0 if train else 0.1).train(train)
-    model.get_decoder().more = torch.nn.Dropout(0.0)
+    model.get_decoder().layers[0].mlp.act_fn.never_called = torch.nn.Dropout(0.1)
     tokens, lengths = forest()
     counts = counted(model)
     causal_log_probs(model, tokens, lengths)
@@ -270,7 +270,7 @@ def test_little_in_common_is_not_shared():
     for common, shared in ((prefix_tree.LEAST - 1, 0), (prefix_tree.LEAST, prefix_tree.LEAST)):
         start = drawn(common, 0)
         rows = [torch.cat((start, torch.tensor([token, 7]))) for token in (1, 2)]
-        assert shared_with_former(rows) == [0, shared]
+        assert in_order(rows)[1] == [0, shared]
 
 
 def test_bfloat16_errs_no_more():

@@ -20,25 +20,34 @@ def as_forward(
     values are those of ``function``, whatever they are rounded to on the way out. An error in it is
     raised when all that is around the module has ended.
     """
+    inside: list[tuple[Tensor, ...]] = []
+    errors: list[BaseException] = []
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        try:
+            inside.append(function(*args))
+        except BaseException as error:  # FSDP takes a forward that raises for one that still runs
+            errors.append(error)
+            return ()
+        return inside[-1]
+
     place = _PLACES.setdefault(module, _Place())
     own = vars(module).get("forward")
-    module.forward = place.forward
-    place.function, place.found, place.error = function, [], None
+    module.forward, place.function = place.forward, forward
     left: Any = ()
     try:
         left = call()
     except Exception:
-        if place.error is None:
+        if not errors:
             raise
     finally:
-        inside, error = place.found, place.error
-        place.function, place.found, place.error = None, [], None
+        place.function = None
         if own is None:
             del module.forward
         else:
             module.forward = own
-    if error is not None:
-        raise error
+    if errors:
+        raise errors.pop()
     if len(inside) != 1:
         raise RuntimeError(
             f"model: expected one call of its {type(module).__name__} in a forward pass, got "
@@ -46,7 +55,7 @@ def as_forward(
         )
     pairs = zip(left, inside[0], strict=True)
     return tuple(
-        out if out.dtype == value.dtype else WithGradientOf.apply(value.detach(), out)
+        out if out.dtype == value.dtype else _WithGradientOf.apply(value.detach(), out)
         for out, value in pairs
     )
 
@@ -56,33 +65,20 @@ class _Place:
 
     def __init__(self) -> None:
         self.function: Any = None
-        self.found: list[tuple[Tensor, ...]] = []
-        self.error: BaseException | None = None
         # What is compiled in it is compiled by itself: the decoder.
-        self.forward = torch.compiler.disable(self._forward)
-
-    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        try:
-            self.found.append(self.function(*args))
-        except BaseException as error:  # FSDP takes a forward that raises for one that still runs
-            self.error = error
-            return ()
-        return self.found[-1]
+        self.forward = torch.compiler.disable(lambda *args, **_: self.function(*args))
 
 
 _PLACES: WeakKeyDictionary[nn.Module, _Place] = WeakKeyDictionary()
 
 
-class WithGradientOf(torch.autograd.Function):
-    """A value whose gradient is that of another tensor, summed to the shape of that."""
+class _WithGradientOf(torch.autograd.Function):
+    """A value whose gradient is that of another tensor, to whose dtype torch converts it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:
-        """A copy of the value."""
-        ctx.shape, ctx.dtype = source.shape, source.dtype
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
-        """The gradient of the source."""
-        return None, grads[0].sum_to_size(ctx.shape).to(ctx.dtype)
+        return None, grads[0]

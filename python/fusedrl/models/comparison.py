@@ -14,10 +14,20 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from fusedrl.channel.forking import renew_in_children
-from fusedrl.compat.torch import DispatchMode
+from fusedrl.compat.torch import DispatchMode, is_compiled_function
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.prefix_tree import Part
-from fusedrl.models.split import Parts, autocast_of, shared_below, uncompiled, whole_of
+from fusedrl.models.split import (
+    Parts,
+    autocast_of,
+    compiler_of,
+    device_of,
+    modules_of,
+    shared_below,
+    uncompiled,
+    vocabulary_of,
+    whole_of,
+)
 from fusedrl.models.tree_mask import SHARING, row_of
 from fusedrl.ops import linear_token_log_probs
 
@@ -36,8 +46,8 @@ class Capabilities(NamedTuple):
             they do, and several share one.
         autocast: the dtype of autocast in the model's forward, whoever enters it.
         shares: whether sequences in a row may have a common beginning once.
+        splits: whether decoder and head compute the model's own logits.
         telling: there was something to compare: logits that are not all 0, nor NaN.
-        splits: what was compared are the decoder and the head, not the whole model.
         parts: decoder and head, of which sequences share a row; ``None`` for its own logits.
         below: the length that no sequence of several in a pass reaches; ``None`` for any length.
     """
@@ -45,8 +55,8 @@ class Capabilities(NamedTuple):
     why: str | None
     autocast: torch.dtype | None = None
     shares: bool = False
+    splits: bool = False
     telling: bool = True
-    splits: bool = True
     parts: Parts | None = None
     below: int | None = None
 
@@ -57,10 +67,7 @@ class Capabilities(NamedTuple):
 
 
 def compare_parts(parts: Parts, first: int = 0) -> Capabilities:
-    """Compare log-probs of sequences that share a row with the model's own logits of each alone.
-
-    Their ids begin with ``first``.
-    """
+    """Compare log-probs of ids from ``first`` on, in a shared row, with each one's own logits."""
     device = parts.embeddings.device
     rows = _rows(min(len(parts.head.weight), len(parts.embeddings)), first)
     model = parts.base.forward if parts.shared else uncompiled(parts.model)
@@ -83,7 +90,18 @@ def compare_parts(parts: Parts, first: int = 0) -> Capabilities:
     with _trial(device, parts) as seen:
         parts.within(compare, rows[0][None].to(device))
     # Noise that is small, or drawn for a row or a shared token, looks as if it were rounding.
-    return Capabilities(DRAWS) if seen.draws.found else found
+    if seen.draws.found:
+        return Capabilities(DRAWS)
+    # A draw of dropout would count for all that share a token.
+    return found._replace(shares=found.shares and not seen.drops and not _is_compiled(parts))
+
+
+def _is_compiled(parts: Parts) -> bool:
+    """Whether something would be compiled once more for each tree of tokens."""
+    return parts.decode is not parts.decoder or any(
+        is_compiled_function(module.forward) or compiler_of(module) is not None
+        for module in modules_of(parts.model)
+    )
 
 
 def _compared(
@@ -111,30 +129,25 @@ def _compared(
     same = _causal(alone, near) and agrees(tree, inputs)
     shares = same and attention_of(parts.config) in SHARING
     shares = shares and agrees(*row_of(rows, [0, COMMON], parts))
-    return Capabilities(None if same else PARTS_DIFFER, autocast, shares, near > 0)
+    return Capabilities(None if same else PARTS_DIFFER, autocast, shares, same, near > 0)
 
 
-def compare_batch(
-    model: Any, device: torch.device, vocabulary: int, kwargs: Mapping[str, Any]
-) -> Capabilities:
-    """Compare the model's own logits of a padded batch with those of each sequence alone.
-
-    Raises:
-        TypeError: the model is an encoder.
-    """
+def compare_batch(model: Any, kwargs: Mapping[str, Any]) -> Capabilities:
+    """Compare the model's own logits of a padded batch with those of each sequence alone."""
+    device = device_of(model)
 
     def ask(rows: list[Tensor]) -> Tensor:
         ids = pad_sequence(rows, batch_first=True).to(device)
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
         return whole_of(model(ids, attention_mask=mask, **kwargs)["logits"])[:, -ids.shape[1] :]
 
-    rows = _rows(vocabulary)
+    rows = _rows(vocabulary_of(model) or 2)
     short = [rows[0][:-1], rows[1][:COMMON]]  # the length of a call may matter too
     with _trial(device) as seen:
         try:
             alone = [ask([row]) for row in rows]
         except Exception as error:  # the caller sees it again when the model really runs
-            return Capabilities(f"trying it raised {error!r}", telling=False, splits=False)
+            return Capabilities(f"trying it raised {error!r}", telling=False)
         try:
             padded = ask(short)
         except Exception:  # the model takes no batch, or no mask
@@ -150,7 +163,7 @@ def compare_batch(
     agreeing = [_agree(ours[:n], theirs[0, :n], near) for ours, theirs, n in pairs]
     same = causal and agreeing == [True, True]
     why = DRAWS if seen.draws.found else None if same else BATCH_DIFFERS
-    return Capabilities(why, telling=near > 0, splits=False)
+    return Capabilities(why, telling=near > 0)
 
 
 def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
@@ -160,12 +173,10 @@ def _rows(vocabulary: int, first: int = 0) -> list[Tensor]:
 
 
 def _rounding(model: Any, logits: Tensor, *dtypes: torch.dtype) -> float:
-    """How far apart rounding takes values; below 0 if there is a NaN, with which nothing agrees."""
-    if bool(logits.isnan().any()):
-        return -1.0
+    """How far apart rounding takes values; NaN if there is one, with which nothing agrees."""
     weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
     half = min(torch.finfo(x).bits for x in (*weights, *dtypes)) <= 16
-    largest = logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    largest = logits.nan_to_num(torch.nan, 0.0, 0.0).abs().max().item()
     return (5e-2 if half else 2e-4) * largest
 
 
@@ -197,14 +208,15 @@ def _trial(device: torch.device, parts: Parts | None = None) -> Iterator[_Seen]:
 class _Seen(TorchFunctionMode):
     """Skips dropout in this thread, without a change to the modules that call it.
 
-    It records autocast where tokens are embedded and multiplied with the head, because a forward
-    may enter it by itself.
+    It records whether there was any, and autocast where tokens are embedded and multiplied with the
+    head, because a forward may enter it by itself.
     """
 
     def __init__(self, parts: Parts | None) -> None:
         super().__init__()
         self._parts = parts
         self.draws = _Draws()
+        self.drops = False
         self.autocasts: set[torch.dtype | None] = set()
 
     def __torch_function__(
@@ -212,8 +224,10 @@ class _Seen(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is dropout:
+            self.drops |= kwargs["training"] and kwargs["p"] > 0
             return args[0]
         if func is scaled_dot_product_attention:
+            self.drops |= kwargs.get("dropout_p", 0.0) > 0
             kwargs = {**kwargs, "dropout_p": 0.0}
         if self._parts is not None and func in (embedding, linear):
             # Asked now, because a weight may be another tensor while ranks have gathered it.

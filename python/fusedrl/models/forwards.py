@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.capabilities import may_share
 from fusedrl.models.comparison import Capabilities
-from fusedrl.models.prefix_tree import cut, in_order, shared_with_former
+from fusedrl.models.prefix_tree import cut, in_order
 from fusedrl.models.split import Parts, device_of
 from fusedrl.models.tree_mask import SHARING, row_of
 
@@ -57,9 +56,10 @@ def scored_sequences(tokens: Tensor, lengths: list[int], mask: Tensor | None) ->
     return [row for row in work if len(row.kept)]
 
 
-def nothing_of(tokens: Tensor) -> Scored:
-    """A sequence of one token in which nothing is scored."""
-    return Scored(tokens[:1] if len(tokens) else tokens.new_zeros(1), tokens[:0], 0)
+def nothing_of(tokens: Tensor, device: torch.device) -> Pass:
+    """A pass of one token in which nothing is scored."""
+    one = tokens[:1] if len(tokens) else tokens.new_zeros(1)
+    return _padded([Scored(one, tokens[:0], 0)], device)
 
 
 def passes_of(
@@ -70,7 +70,7 @@ def passes_of(
     Shorter sequences first: those that are computed alone leave a model that remembers the longest
     call (dynamic NTK) as a sequence of their own length would.
     """
-    device = found.parts.embeddings.device if found.parts else device_of(model)
+    device = device_of(model)
     together, alone = [], []
     for row in work:
         short = found.below is None or len(row.tokens) < found.below
@@ -80,7 +80,7 @@ def passes_of(
     else:
         passes = _padded_passes(together, limit or _usual(device, None), device)
     if alone and found.below is not None:  # makes the model forget its longest call
-        alone.append(nothing_of(alone[0].tokens))
+        passes.append(nothing_of(alone[0].tokens, device))
     alone.sort(key=lambda row: len(row.tokens))
     return passes + [_padded([row], device) for row in alone]
 
@@ -102,22 +102,17 @@ def _packed_passes(
 ) -> list[Pass]:
     """Rows of sequences, in which a beginning that some ``share`` is once."""
     # Tokens before it predict a token, so the last kept one and all after it are not read.
-    work = [
-        row._replace(tokens=row.tokens[: int(row.kept[-1])]) if len(row.kept) else row
-        for row in work
-    ]
+    work = [row._replace(tokens=row.tokens[: int(row.kept[-1])]) for row in work]
     attention = attention_of(parts.config)
     usual = _usual(parts.embeddings.device, attention)
     most = max(usual, SHARING.get(str(attention), 0))
     # A model that gathers its weights for each pass makes fewer passes, of long rows, in which
     # attention then follows the sequences.
-    follows = found.shares and parts.gathered and may_share(parts)
+    follows = found.shares and parts.gathered
     shared = [0] * len(work)
     if share and found.shares:
-        ordered = [work[i] for i in in_order([row.tokens for row in work])]
-        common = shared_with_former([row.tokens for row in ordered])
-        if any(common) and may_share(parts):
-            work, shared = ordered, common
+        order, shared = in_order([row.tokens for row in work])
+        work = [work[i] for i in order]
     groups = cut([len(row.tokens) for row in work], shared, limit or most)
     for group in groups:
         shared[group.start] = 0

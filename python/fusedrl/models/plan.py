@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedrl.channel.following import one_version
 from fusedrl.compat.torch import buffers_of, parameters_of
 from fusedrl.compat.transformers import has_reentrant_checkpoints
-from fusedrl.models.capabilities import capabilities_of, known_capabilities
+from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.comparison import UNCOMPILED, Capabilities
 from fusedrl.models.forwards import (
     Pass,
@@ -24,20 +24,16 @@ from fusedrl.models.forwards import (
     passes_of,
     scored_sequences,
 )
-from fusedrl.models.ranks import FROM_LOGITS, FROM_STATES, UNKNOWN, Step, together
-from fusedrl.models.split import Parts, modules_of, text_config, vocabulary_of
+from fusedrl.models.ranks import Step, together
+from fusedrl.models.split import Parts, device_of, modules_of, text_config, vocabulary_of
 from fusedrl.models.without_adapters import WithoutAdapters
 
-_CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 # Learned positions may begin at an offset, as those of OPT and BART do.
 _OFFSET = 8
 
 
 class Plan(NamedTuple):
-    """The forward passes of a call over the kept ones of ``tokens``, ``[N]`` on the CPU.
-
-    ``kwargs`` are for a model that is asked for its logits. The ranks of a model agree in ``step``.
-    """
+    """The forward passes of a call over the kept ones of ``tokens``, ``[N]`` on the CPU."""
 
     model: Any
     tokens: Tensor
@@ -78,7 +74,6 @@ def planned(
     the one with the most.
     """
     with together("log-probs", model) as step:
-        lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         lengths = [int_of(n) for n in lengths]
         _check_packed(tokens, lengths, mask)
         check_limit(max_tokens_per_forward)
@@ -90,21 +85,12 @@ def planned(
         _check_context(model, lengths)
         work = scored_sequences(tokens, lengths, mask)
         kwargs = dict(model_kwargs or {})
-        options = max_tokens_per_forward, share_prefixes, step.alone
         with context, one_version(model):
-            found = known_capabilities(model, kwargs)
-            passes = [] if found is None else _passes(model, found, tokens, work, *options)
-            ways = UNKNOWN if found is None else FROM_STATES if found.parts else FROM_LOGITS
-            differ, most = step.agree(ways=ways, passes=len(passes))
-            if differ or found is None:
-                known_ids = int(tokens.max()) + 1 if len(tokens) else 1
-                with step.collective():
-                    found = capabilities_of(model, known_ids, kwargs, step)
-                passes = _passes(model, found, tokens, work, *options)
-                _, most = step.agree(passes=len(passes))
-            if len(passes) < (most := max(most, 1)):
-                empty = passes_of(model, found, [nothing_of(tokens)], 1, False)
-                passes += empty * (most - len(passes))
+            found = capabilities_of(model, kwargs, step)
+            limit = max_tokens_per_forward
+            passes = _passes(model, found, tokens, work, limit, share_prefixes, step)
+            most = max(1, *step.largest(len(passes)))
+            passes += [nothing_of(tokens, device_of(model))] * (most - len(passes))
             yield Plan(model, tokens, kwargs, found, passes, step)
 
 
@@ -124,36 +110,26 @@ def _check_packed(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> No
 
 
 def _check_context(model: Any, lengths: Sequence[int]) -> None:
-    """Refuse a sequence with more tokens than the model has positions for, where it has a bound.
+    """Refuse a sequence with more tokens than a model has positions for, if it has a table of them.
 
-    Only a table of positions is a bound, beyond which a GPU's error would end the process.
+    Beyond it, a GPU's error would end the process. It may be learned, or sines or a causal mask
+    that are computed once. Rotary embeddings, ALiBi and recurrent states run beyond the context.
     """
-    told = [getattr(text_config(model), name, None) for name in _CONTEXTS]
-    context = next((value for value in told if isinstance(value, int)), None)
+    context = getattr(text_config(model), "max_position_embeddings", None)
     longest = max(lengths, default=0)
-    if context is not None and longest > context and _has_table(model, context):
-        raise ValueError(
-            f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, the "
-            f"model's context, got {longest}; truncate or split it"
-        )
-
-
-def _has_table(model: Any, context: int) -> bool:
-    """Whether a model holds a table of as many positions as its context has, and no more.
-
-    Such a table may be learned positions, or sines or a causal mask that are computed once. Rotary
-    embeddings, ALiBi and recurrent states have none, and run beyond the context.
-    """
+    if not isinstance(context, int) or longest <= context:
+        return
     inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for module in model.modules():
         rows = getattr(module, "num_embeddings", None)
-        if isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET:
-            return True
+        learned = isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET
         own = [*buffers_of(module).values()]
         own += [weight for name, weight in parameters_of(module).items() if "pos" in name]
-        if any(x is not None and x.dim() > 1 and context in x.shape for x in own):
-            return True
-    return False
+        if learned or any(x is not None and x.dim() > 1 and context in x.shape for x in own):
+            raise ValueError(
+                f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, "
+                f"the model's context, got {longest}; truncate or split it"
+            )
 
 
 def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:
@@ -191,7 +167,7 @@ def _passes(
     work: list[Scored],
     limit: int | None,
     share: bool,
-    alone: bool,
+    step: Step,
 ) -> list[Pass]:
     """The forward passes over the kept tokens, after a look whether they are in the head."""
     if found.parts is not None:
@@ -199,29 +175,18 @@ def _passes(
         check_all_classes(classes, len(found.parts.embeddings))
         places = [row.kept + row.start for row in work] or [tokens[:0]]
         check_vocabulary(tokens, classes, torch.cat(places))
-    one = not alone and _takes_one_pass(model)
+    modules = modules_of(model) if step.call is not None and torch.is_grad_enabled() else []
+    ddp = [each for each in modules if isinstance(each, DistributedDataParallel)]
+    counts = any(each.require_backward_grad_sync and not each.static_graph for each in ddp)
+    # DDP would see a weight's gradient once for each pass: checkpoints bring it anew.
+    one = counts and any(map(has_reentrant_checkpoints, modules))
     width = max((len(row.tokens) for row in work), default=1)
     if one and len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
         found = found._replace(parts=None)  # a padded batch, no row
     # What wraps the model may take one forward pass for one backward pass.
-    if one or (not alone and found.parts is None):
+    if one or (step.call is not None and found.parts is None):
         limit = limit or max(len(work), 1) * width
-    passes = passes_of(model, found, work, limit, share)
-    if one and len(passes) > 1:
-        raise ValueError(
-            f"max_tokens_per_forward: expected all tokens in one forward pass, which is all that a "
-            f"DistributedDataParallel takes with reentrant checkpoints, got {len(passes)} passes; "
-            "leave it out, or enable checkpoints with use_reentrant=False"
-        )
-    return passes
-
-
-def _takes_one_pass(model: Any) -> bool:
-    """Whether DDP would see a weight's gradient once for each pass: checkpoints bring it anew."""
-    modules = modules_of(model) if torch.is_grad_enabled() else []
-    ddp = [each for each in modules if isinstance(each, DistributedDataParallel)]
-    counts = any(each.require_backward_grad_sync and not each.static_graph for each in ddp)
-    return counts and any(map(has_reentrant_checkpoints, modules))
+    return passes_of(model, found, work, limit, share)
 
 
 def at_kept_states(

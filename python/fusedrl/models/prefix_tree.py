@@ -1,14 +1,13 @@
 """Beginnings that token sequences share, each of which is laid out and computed once.
 
-Sequences are sorted, so that those with the same beginning are neighbours. Each then continues the
-one before it: it has the places of their common tokens, and new places for its own. A common part
-counts in whole blocks, because a branch costs more than a few tokens do.
+Sequences are sorted, so that each continues the one before it. A common part counts in whole
+blocks, because a branch costs more than a few tokens do.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,64 +21,55 @@ LEAST = 32  # tokens of a beginning that is worth sharing
 class Part(NamedTuple):
     """Where a sequence is in a row of tokens.
 
-    ``path`` has the places of all its tokens, ``[T]``. The last ``own`` of them are its own, from
-    the place ``first`` on.
+    ``path`` has the places of all its tokens, ``[T]``. The first ``shared`` of them are those of
+    other sequences, and the rest lie side by side.
     """
 
     path: Tensor
-    first: int
-    own: int
+    shared: int
 
     @property
-    def shared(self) -> int:
-        """How many tokens it has of other sequences."""
-        return len(self.path) - self.own
+    def own(self) -> Tensor:
+        """The places of the tokens that no sequence before it has."""
+        return self.path[self.shared :]
 
 
-def in_order(rows: Sequence[Tensor]) -> list[int]:
-    """Indices of token sequences, sorted so that common beginnings are neighbours."""
-    return sorted(range(len(rows)), key=lambda i: rows[i].numpy().tobytes())
+def in_order(rows: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Indices that sort token sequences, and how many tokens each shares with the one before it.
 
-
-def shared_with_former(rows: Sequence[Tensor]) -> list[int]:
-    """How many tokens each of the sorted sequences shares with the one before it; 0 for the first.
-
-    It is a multiple of ``BLOCK``, or all tokens of the one before, and at least ``LEAST`` or 0.
+    That is a multiple of ``BLOCK``, or all tokens of the one before, and at least ``LEAST`` or 0.
     """
+    order = sorted(range(len(rows)), key=lambda i: rows[i].numpy().tobytes())
     shared = [0] * min(len(rows), 1)
-    for former, row in pairwise(rows):
+    for former, row in pairwise(rows[i] for i in order):
         shortest = min(len(former), len(row))
         different = (former[:shortest] != row[:shortest]).nonzero()
         common = int(different[0]) if len(different) else shortest
         if common < len(former):
             common -= common % BLOCK
         shared.append(common if common >= LEAST else 0)
-    return shared
+    return order, shared
 
 
 def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range]:
     """Divide sorted sequences into groups of at most ``limit`` tokens, shared ones counted once.
 
     There is a cut wherever nothing is shared, and beyond that the fewest tokens are laid out that
-    are possible (dynamic programming over the first sequence of the last group). A sequence that is
-    longer than the limit is alone.
+    are possible. A sequence that is longer than the limit is alone.
     """
     fewest = [0]  # tokens of the groups that end before each sequence
     starts: list[int] = []  # the first sequence of the last of them
-    # Possible first sequences of a group, the one with the fewest tokens in all first: these, and
-    # the tokens of the group, both less those that all sequences so far have of their own.
-    possible: deque[tuple[int, int, int]] = deque()
+    # A heap of first sequences of a group: the fewest tokens in all with it, and the tokens of the
+    # group, both less what all sequences so far have of their own.
+    possible: list[tuple[int, int, int]] = []
     own = 0
-    for end, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+    for last, (length, common) in enumerate(zip(lengths, shared, strict=True)):
         if not common:
             possible.clear()
         own += length - common
-        size = length - own
-        while possible and possible[-1][0] > fewest[end] + size:
-            possible.pop()
-        possible.append((fewest[end] + size, size, end))
-        while len(possible) > 1 and possible[0][1] + own > limit:
-            possible.popleft()
+        heappush(possible, (fewest[last] + length - own, length - own, last))
+        while possible[0][1] + own > limit and possible[0][2] != last:
+            heappop(possible)
         best, _, start = possible[0]
         fewest.append(best + own)
         starts.append(start)
@@ -97,7 +87,6 @@ def laid_out(lengths: Sequence[int], shared: Sequence[int]) -> list[Part]:
     first = 0
     for length, common in zip(lengths, shared, strict=True):
         own = torch.arange(first, first + length - common, device="cpu")
-        path = torch.cat((parts[-1].path[:common], own)) if common else own
-        parts.append(Part(path, first, len(own)))
+        parts.append(Part(torch.cat((parts[-1].path[:common], own)) if common else own, common))
         first += len(own)
     return parts

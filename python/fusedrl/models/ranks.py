@@ -24,7 +24,6 @@ from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharde
 logger = logging.getLogger("fusedrl")
 
 SILENCE = timedelta(seconds=20)  # after which a rank says that it waits for others
-FROM_STATES, FROM_LOGITS, UNKNOWN = 1, 2, 3  # ways to compute log-probs, or either
 
 
 class Apart(RuntimeError):
@@ -32,19 +31,19 @@ class Apart(RuntimeError):
 
 
 class Ranks(NamedTuple):
-    """The groups of ranks over which a model is spread.
+    """The groups of ranks over which a model is spread, by name; none for one process's model.
 
     A forward pass that ``gathers`` has collectives within the module, as FSDP's has. DDP's has one
     of buffers, before the module runs.
     """
 
-    groups: tuple[Any, ...]
-    gathers: bool
+    groups: dict[str, Any]
+    gathers: bool = True
 
     def reduced(self, operation: Any, *values: float) -> list[float]:
         """The largest of each value over the ranks, or the sum. Every rank has to call it."""
         reduced = torch.tensor(values, dtype=torch.float64, device="cpu")
-        for group in self.groups:
+        for group in self.groups.values():
             reduced = reduced.to(_device_of(group))
             work: Any = distributed.all_reduce(reduced, operation, group=group, async_op=True)
             _wait(work, reduced.device)
@@ -67,15 +66,12 @@ def _wait(work: Any, device: torch.device) -> None:
     work.wait()
 
 
-def ranks_of(model: Any) -> Ranks | None:
-    """The ranks that take part in a forward or backward pass; ``None`` for one process's model."""
-    if not isinstance(model, nn.Module):
-        return None
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    found = list(_groups_of(model))
-    distinct = {group.group_name: group for group, _ in found}
-    return Ranks(tuple(distinct.values()), any(gathers for _, gathers in found)) if found else None
+def ranks_of(model: Any) -> Ranks:
+    """The ranks that take part in a forward or backward pass."""
+    spread = distributed.is_available() and distributed.is_initialized()
+    found = list(_groups_of(model)) if spread and isinstance(model, nn.Module) else []
+    groups = {group.group_name: group for group, _ in found}
+    return Ranks(groups, any(gathers for _, gathers in found))
 
 
 def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
@@ -117,14 +113,11 @@ class _Call:
     for its own. Nothing follows an error.
     """
 
-    def __init__(
-        self, kind: str, models: list[tuple[Any, Ranks | None]], groups: dict[str, Any]
-    ) -> None:
-        self.models, self.groups, self.over = models, groups, False
+    def __init__(self, kind: str, model: nn.Module, groups: dict[str, Any]) -> None:
+        self.ranks, self.over = Ranks(groups), False
         self._kind = f"{kind} with{'' if torch.is_grad_enabled() else 'out'} gradients"
-        self._met = 0
-        self._first = next(model for model, ranks in models if ranks)
-        self._number = _numbers[self._first] = _numbers.get(self._first, 0) + 1
+        self._met, self._model = 0, model
+        self._number = _numbers[model] = _numbers.get(model, 0) + 1
 
     def meet(self, *values: int, failing: int = 0) -> list[int]:
         """The largest of four values over the ranks, or the error of a rank that is not here."""
@@ -132,11 +125,10 @@ class _Call:
         this = crc32(f"{self._kind}, {self._number}, {self._met}".encode())
         with interrupted_later():  # or a rank would not know whether the others have its numbers
             self.over = True
-            ranks = Ranks(tuple(self.groups.values()), True)
             numbers = failing, self._number, this, -this, *(*values, 0, 0, 0, 0)[:4]
-            largest = map(int, ranks.reduced(distributed.ReduceOp.MAX, *numbers))
+            largest = map(int, self.ranks.reduced(distributed.ReduceOp.MAX, *numbers))
             failing, number, most, least, *found = largest
-            _numbers[self._first] = number  # ranks are in step again, whatever was
+            _numbers[self._model] = number  # ranks are in step again, whatever was
             self.over = bool(failing) or most != -least
         if failing:
             raise RuntimeError(
@@ -164,33 +156,25 @@ _running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
 class Step(NamedTuple):
-    """What the ranks of a model agree on in a call. One process alone agrees with itself."""
+    """What the ranks of a model tell each other in a call, which is ``None`` for one process."""
 
-    ranks: Ranks | None
     call: _Call | None = None
+    ranks: Ranks = Ranks({})
 
-    @property
-    def alone(self) -> bool:
-        """Whether the model is that of this process."""
-        return self.ranks is None
+    def largest(self, *values: int, apart: bool = False) -> list[int]:
+        """The largest of each of up to three values over the ranks.
 
-    def agree(self, *, apart: bool = False, ways: int = 0, passes: int = 0) -> tuple[bool, int]:
-        """Whether the ranks go several ways, and the most forward passes of a rank.
-
-        ``apart`` says that this rank computes its part without this module, which is
-        :class:`Apart` for others; ``ways``, how it may compute log-probs; ``passes``, how many
-        forward passes it makes as far as it knows.
+        A rank that computes its part ``apart`` from this module is :class:`Apart` for others.
         """
-        if self.ranks is None or self.call is None:
-            return ways == FROM_STATES + FROM_LOGITS, passes
-        states, logits = ways & FROM_STATES, ways & FROM_LOGITS
-        any_apart, any_states, any_logits, most = self.call.meet(apart, states, logits, passes)
+        if self.call is None:
+            return list(values)
+        any_apart, *largest = self.call.meet(apart, *values)
         if any_apart and not apart:
             raise Apart(
                 "model: expected data that every rank scores in one way, got such that another "
                 "rank's wrapper scores by itself; give all ranks the same wrapper"
             )
-        return bool(any_states and any_logits), most
+        return largest[: len(values)]
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -201,21 +185,20 @@ class Step(NamedTuple):
         try:
             yield
         except BaseException:
-            if self.ranks is not None and self.call is not None and self.ranks.gathers:
+            if self.call is not None and self.ranks.gathers:
                 self.call.over = True
             raise
 
     def total(self, *values: float) -> list[float]:
         """The sum of each value over the ranks."""
-        if self.ranks is None or self.call is None:
+        if self.call is None:
             return list(values)
         with interrupted_later():
             self.call.meet()
             return self.ranks.reduced(distributed.ReduceOp.SUM, *values)
 
-    def largest(self, value: int) -> int:
-        """The largest value over the ranks."""
-        return self.agree(passes=value)[1]
+
+ALONE = Step()  # of one process's model
 
 
 @contextmanager
@@ -224,36 +207,25 @@ def together(kind: str, *models: Any) -> Iterator[Step]:
 
     An error of a rank in the block is an error of all, unless others are in a collective of the
     model's by then. The ranks agree at the end of the outermost block that none has had one, so
-    that whatever may fail belongs into it.
-
-    Args:
-        kind: what is called.
-        models: to call, or modules around them, or :class:`fusedrl.models.WithoutAdapters`; ranks
-            may share none of them. The step is that of the first.
+    that whatever may fail belongs into it. The step is that of the first model that they share.
     """
     asked = [getattr(model, "adapted", model) for model in models]
-    outer = _running.get()
-    known = [] if outer is None else outer.models
-    found = [
-        (model, next((ranks for other, ranks in known if other is model), None) or ranks_of(model))
-        for model in asked
-    ]
-    ranks = found[0][1] if found else None
-    groups = {g.group_name: g for _, theirs in found if theirs for g in theirs.groups}
-    if not groups and torch.is_grad_enabled():
-        for model in asked:
+    spread = [(model, ranks) for model in asked if (ranks := ranks_of(model)).groups]
+    if not spread:
+        for model in asked if torch.is_grad_enabled() else ():
             _warn_of_ddp(model)
-    if outer is not None and groups.keys() <= outer.groups.keys():
-        outer.models += found
-        yield Step(ranks, outer)
+        yield ALONE
         return
-    if not groups:
-        yield Step(None)
+    first, ranks = spread[0]
+    groups = {name: group for _, theirs in spread for name, group in theirs.groups.items()}
+    outer = _running.get()
+    if outer is not None and groups.keys() <= outer.ranks.groups.keys():
+        yield Step(outer, ranks)
         return
-    call = _Call(kind, found, groups)
+    call = _Call(kind, first, groups)
     token = _running.set(call)
     try:
-        yield Step(ranks, call)
+        yield Step(call, ranks)
         if not call.over:
             call.meet()
     except BaseException:

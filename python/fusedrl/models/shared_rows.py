@@ -7,7 +7,6 @@ batch, so that whatever is around the decoder is as it was.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
@@ -18,14 +17,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.compat.transformers import attention_of
-from fusedrl.models.capabilities import capabilities_of, may_share
+from fusedrl.models.capabilities import capabilities_of
 from fusedrl.models.comparison import UNCOMPILED, Capabilities
-from fusedrl.models.prefix_tree import in_order, shared_with_former
+from fusedrl.models.prefix_tree import in_order
 from fusedrl.models.ranks import ranks_of
-from fusedrl.models.split import Parts, chain_of, fits, parts_of
-from fusedrl.models.tree_mask import SHARING, row_of
-
-logger = logging.getLogger("fusedrl")
+from fusedrl.models.split import Parts, chain_of, fits, modules_of, parts_of
+from fusedrl.models.tree_mask import row_of
 
 # What a decoder may be told beside a batch.
 _BESIDE = {"return_dict", "output_router_logits"}
@@ -44,18 +41,17 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
     for module in chain_of(model):
         if isinstance(module, DistributedDataParallel):
             model = module.module  # which this rank can try alone
-    parts = parts_of(model) if ranks_of(model) is None else None
-    takes_mask = parts is not None and attention_of(parts.config) in SHARING
-    if parts is None or not takes_mask or fits(parts) is not None or not may_share(parts):
+    parts = None if ranks_of(model).groups else parts_of(model)
+    if parts is None or fits(parts) or not (found := capabilities_of(model)).shares:
         yield
         return
-    found, thread = capabilities_of(model), get_ident()
+    modes, thread = _modes_of(parts.decoder), get_ident()
     tree_of_call: list[Tensor] = []  # where the tokens of the batch are in the tree
     uncompiled = ExitStack()
 
     def lay_out(decoder: Any, args: Any, kwargs: Any = None) -> Any:
         # Another thread may call the decoder while this hook is registered, without kwargs.
-        if not found.shares or get_ident() != thread or torch.compiler.is_compiling():
+        if get_ident() != thread or torch.compiler.is_compiling() or _modes_of(decoder) != modes:
             return None
         tree_of_call.clear()  # of a call that has raised
         tree = None if args else _tree_of(found, parts, kwargs)
@@ -91,6 +87,11 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
         yield
 
 
+def _modes_of(decoder: Any) -> list[bool]:
+    """Which modules of a decoder are in training, where they may drop out."""
+    return [module.training for module in modules_of(decoder)]
+
+
 def _tree_of(
     found: Capabilities, parts: Parts, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Tensor] | None:
@@ -103,16 +104,12 @@ def _tree_of(
         return None
     ids = kwargs["input_ids"].cpu()
     rows = [row[kept] for row, kept in zip(ids, mask, strict=True)]
-    order = in_order(rows)
+    order, shared = in_order(rows)
     rows = [rows[i] for i in order]
-    shared = shared_with_former(rows)
-    whole = sum(map(len, rows))
-    own = whole - sum(shared)
+    own = sum(map(len, rows)) - sum(shared)
     stores_more = attention_of(parts.config) == "eager" and own**2 > mask.numel() * mask.shape[1]
-    if not any(shared) or stores_more or not may_share(parts):
+    if not any(shared) or stores_more:
         return None
-    kind = type(parts.model).__name__
-    logger.debug("%s: %d of %d tokens computed, the others are shared", kind, own, whole)
     tree, inputs = row_of(rows, shared, parts)
     places = torch.zeros_like(ids)
     for i, part in zip(order, tree, strict=True):

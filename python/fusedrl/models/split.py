@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -275,8 +274,6 @@ def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
 def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
     """What compiles other modules as this one is compiled; ``None`` if it is not."""
     call = getattr(module, COMPILED_CALL)
-    while isinstance(call, partial):  # a follower's, around what the module had
-        call = call.args[0]
     if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone
         return inspect.getclosurevars(call).nonlocals.get("self")
     return getattr(module, "dynamo_ctx", None)

@@ -34,10 +34,7 @@ _ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
 class Tree:
     """Attention in a row of tokens, each of which attends to the tokens of its own sequence.
 
-    Args:
-        parts: where each sequence is in the row.
-        window: how many keys a token attends to at most, the last ones; ``None`` for all.
-        device: where the row is computed.
+    With a ``window``, it attends to so many keys at most, the last ones.
     """
 
     def __init__(
@@ -45,22 +42,20 @@ class Tree:
     ) -> None:
         self.parts = _joined(parts)
         self.window = window
-        self.length = sum(part.own for part in self.parts)
+        self.length = sum(len(part.own) for part in self.parts)
         self._masks: dict[tuple[int, int], Tensor] = {}
         # Places of the queries and keys of each call of attention.
         self._calls: list[tuple[Tensor | slice, Tensor | slice]] = []
-        # Where the calls' results have the tokens of each part, in the order of the parts.
-        found: list[Tensor] = [torch.empty(0, dtype=torch.int64)] * len(self.parts)
+        # Where the calls' results have each token of the row.
+        order = torch.zeros(self.length, dtype=torch.int64, device="cpu")
         first = 0
         for group in _alike(self.parts, MOST_GATHERED * self.length):
-            paths = [self.parts[i].path for i in group]
-            own = [self.parts[i].own for i in group]
-            queries = [path[-n:] for path, n in zip(paths, own, strict=True)]
+            queries = [part.own for part in group]
+            paths = [part.path for part in group]
             self._calls.append((_places(queries, device), _places(paths, device)))
-            for i, n in zip(group, own, strict=True):
-                found[i] = torch.arange(first, first + n, device="cpu")
-                first += own[0]
-        order = torch.cat(found) if found else torch.arange(0)
+            for own in queries:
+                order[own] = torch.arange(first, first + len(own), device="cpu")
+                first += len(queries[0])
         dense = torch.equal(order, torch.arange(first, device="cpu"))
         self._order = None if dense else order.to(device)
 
@@ -68,8 +63,8 @@ class Tree:
         """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
         mask = torch.zeros(self.length, self.length, dtype=torch.bool, device=device)
         for part in self.parts:
-            chosen = self._chosen(part.own, len(part.path), device)
-            mask[part.first : part.first + part.own, part.path.to(device)] = chosen
+            chosen = self._chosen(len(part.own), len(part.path), device)
+            mask[part.own.to(device)[:, None], part.path.to(device)] = chosen
         return mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -100,32 +95,31 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     """The parts that have tokens of their own, those in one that only continue each other."""
     joined: list[Part] = []
     for part in parts:
-        if not part.own:
+        if not len(part.own):
             continue
         if joined and part.shared == len(joined[-1].path):
-            former = joined.pop()
-            part = Part(part.path, former.first, former.own + part.own)
+            part = Part(part.path, joined.pop().shared)
         joined.append(part)
     return joined
 
 
-def _alike(parts: Sequence[Part], room: int) -> list[list[int]]:
-    """Indices of parts that share a call: those with as many shared and about as many own tokens.
+def _alike(parts: Sequence[Part], room: int) -> list[list[Part]]:
+    """Parts that share a call: those with as many shared and about as many own tokens.
 
     The longest is first. A call takes no more than ``room`` keys, unless it is of one part.
     """
-    groups: list[list[int]] = []
-    for i in sorted(range(len(parts)), key=lambda i: (parts[i].shared, -parts[i].own, i)):
-        longest = parts[groups[-1][0]] if groups else None
+    groups: list[list[Part]] = []
+    for part in sorted(parts, key=lambda part: (part.shared, -len(part.path))):
+        longest = groups[-1][0] if groups else None
         if (
             longest is None
-            or parts[i].shared != longest.shared
-            or longest.own - parts[i].own > max(longest.own // 4, BLOCK)
+            or part.shared != longest.shared
+            or len(longest.path) - len(part.path) > max(len(longest.own) // 4, BLOCK)
             or (len(groups[-1]) + 1) * len(longest.path) > room
         ):
             groups.append([])
-        groups[-1].append(i)
-    return sorted(groups, key=min)
+        groups[-1].append(part)
+    return sorted(groups, key=lambda group: min(int(part.own[0]) for part in group))
 
 
 def _places(paths: Sequence[Tensor], device: str | torch.device) -> Tensor | slice:
@@ -165,13 +159,13 @@ class TreeMask(Tensor):
             return mask.tree.attend(*args, **kwargs)
         if func in _ASKED:
             return super().__torch_function__(func, types, args, kwargs)
-        args, kwargs = map_leaves(_made, (args, kwargs))
+
+        def made(value: Any) -> Any:
+            is_mask = isinstance(value, TreeMask)
+            return value.tree.dense(value.device)[None, None] if is_mask else value
+
+        args, kwargs = map_leaves(made, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _made(value: Any) -> Any:
-    made = isinstance(value, TreeMask)
-    return value.tree.dense(value.device)[None, None] if made else value
 
 
 def row_of(
@@ -184,12 +178,9 @@ def row_of(
     """
     device = model.embeddings.device
     parts = laid_out([len(row) for row in rows], shared)
-    ids, positions = torch.zeros(
-        2, sum(part.own for part in parts), dtype=torch.int64, device="cpu"
-    )
-    for row, part in zip(rows, parts, strict=True):
-        ids[part.path] = row
-        positions[part.path] = torch.arange(len(row), device="cpu")
+    own = list(zip(rows, shared, strict=True))
+    ids = torch.cat([row[n:] for row, n in own])
+    positions = torch.cat([torch.arange(n, len(row), device="cpu") for row, n in own])
     inputs = {"input_ids": ids[None].to(device), "position_ids": positions[None].to(device)}
     if follows or any(shared):
         inputs["attention_mask"] = _mask_of(parts, model)

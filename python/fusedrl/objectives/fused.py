@@ -93,7 +93,7 @@ class FusedLoss:
                 return ours(td)
             except CannotFuse as error:
                 why = str(error)
-                step.agree(apart=True)
+                step.largest(apart=True)
             except Apart:
                 why = "torchrl computes that of another rank"
             warn_once(f"{type(self).__name__}: {why}; torchrl computes it from all logits")

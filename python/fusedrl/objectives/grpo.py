@@ -191,7 +191,7 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
         """What a mean over ``count`` rows of a width counts where torch averages over the ranks."""
         with self._together() as step:
             ranks, total = step.total(1, count)
-            total *= step.largest(width)  # one process would pad all rows to the longest
+            total *= step.largest(width)[0]  # one process would pad all rows to the longest
         return count * width * ranks / max(total, 1)
 
 

@@ -172,8 +172,8 @@ class RetrieveLogProb(_RetrieveLogProb):
             if batch is not None:
                 return self._write(next_tensordict, batch)
             with together("RetrieveLogProb", model_of(self)) as step:
-                step.agree(apart=True)
-                step.agree()  # ranks that could score otherwise have an error by now
+                step.largest(apart=True)
+                step.largest()  # ranks that could score otherwise have an error by now
                 with step.collective():
                     return super()._step(tensordict, next_tensordict)
 
