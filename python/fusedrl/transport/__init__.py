@@ -14,10 +14,11 @@ from __future__ import annotations
 import gc
 import io
 import math
+import operator
 import pickle
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, islice, pairwise, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -134,23 +135,24 @@ class Packer(pickle.Pickler):
                 whole.copy_(torch.cat(flat))
 
     def reducer_override(self, obj: Any) -> Any:
-        """The function, and its arguments, that restore a tensor or a tensordict."""
-        if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
-            obj = obj.as_subclass(Tensor)
+        """What restores an object that is not pickled as usual: a function and its arguments."""
         cls = type(obj)
         if cls is Call:
             return obj
-        if cls is Tensor:
-            if self._are_dense([obj]):
-                return Call(_only, (self._tensors([obj]),))
-            if self._share and obj.is_cuda:
-                return reduce_tensor(obj.detach())  # the memory stays where it is
-            # torch's own pickling restores a view from the start of the storage, wherever it began.
-            if obj.is_nested and obj.layout == torch.strided:
-                rows = list(obj.detach().unbind())
-                return Call(torch.nested.as_nested_tensor, (rows, obj.dtype))
-        elif _is_record(cls):
-            return Call(_only, (self._records(cls, [obj]), bool(obj.is_locked)))
+        if _is_record(cls):
+            return Call(_only, (self._records(cls, [obj]), obj.is_locked))
+        if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
+            obj = obj.as_subclass(Tensor)
+        if type(obj) is not Tensor:
+            return NotImplemented
+        if self._are_dense([obj]):
+            return Call(_only, (self._tensors([obj]),))
+        if self._share and obj.is_cuda:
+            return reduce_tensor(obj.detach())  # the memory stays where it is
+        if obj.is_nested and obj.layout == torch.strided:
+            # pickle's own would restore a view from the start of its storage, wherever it began.
+            rows = list(obj.detach().unbind())
+            return Call(torch.nested.as_nested_tensor, (rows, obj.dtype))
         return NotImplemented
 
     def _are_dense(self, tensors: list[Tensor]) -> bool:
@@ -198,14 +200,15 @@ class Packer(pickle.Pickler):
         return Call(_mixed, (list(indices.values()), columns))
 
     def _records(self, cls: type, records: list[Any]) -> Call:
-        unlocked = {compat.LOCKED: False if cls is TensorDict else None}
-        states = [
-            {k: unlocked.get(k, v) for k, v in vars(x).items() if k not in compat.CACHES}
-            for x in records
-        ]
-        return Call(_records_of, (cls, self._dicts(states, self._attribute)))
+        states = self._dicts(list(map(vars, records)), partial(self._attribute, cls))
+        return Call(_records_of, (cls, states))
 
-    def _attribute(self, name: str, values: list[Any]) -> Any:
+    def _attribute(self, cls: type, name: str, values: list[Any]) -> Any:
+        """A column of one attribute of records, or ``None`` if they are restored without it."""
+        if name in compat.CACHES:
+            return None
+        if name == compat.LOCKED:  # of a stack, None asks its rows
+            return _plain([False if cls is TensorDict else None] * len(values))
         if name == compat.ROWS:
             rows = self._column(list(chain.from_iterable(values)))
             return Call(_lists, (list(map(len, values)), rows))
@@ -221,9 +224,9 @@ class Packer(pickle.Pickler):
         kinds = set(map(tuple, values))
         if len(kinds) > 1:
             return self._mixed(values, map(tuple, values), lambda v: self._dicts(v, column))
-        (keys,) = kinds
-        columns = [column(key, list(map(itemgetter(key), values))) for key in keys]
-        return Call(_dicts, (len(values), keys, columns))
+        columns = {k: column(k, list(map(itemgetter(k), values))) for kind in kinds for k in kind}
+        columns = {key: values for key, values in columns.items() if values is not None}
+        return Call(_dicts, (len(values), tuple(columns), list(columns.values())))
 
 
 @cache
@@ -240,13 +243,13 @@ def _plain(values: list[Any]) -> Any:
     first, classes = values[0], set(map(type, values))
     # Values of two classes may be equal, as 1 and True are, or not comparable, as arrays are not.
     if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
-        return Call(_equal, (first, len(values)))
+        return Call(operator.mul, ([first], len(values)))
     return values
 
 
 def put_together(contents: Contents, memory: np.ndarray[Any, Any]) -> Any:
     """Restore the value; its tensors lie in ``memory``, a flat array of bytes, without a copy."""
-    # Every new object makes the garbage collector search all that were there, and it finds nothing.
+    # Many new objects would make the garbage collector search all that there are, again and again.
     enabled = gc.isenabled()
     try:
         gc.disable()
@@ -288,10 +291,6 @@ def _only(values: list[Any], locked: bool = False) -> Any:
     return values[0].lock_() if locked else values[0]
 
 
-def _equal(value: Any, count: int) -> list[Any]:
-    return [value] * count
-
-
 def _tensors_of(groups: list[list[Tensor]], places: Places) -> list[Tensor]:
     if isinstance(places, list):
         return [groups[group][index] for group, index in places]
@@ -314,7 +313,7 @@ def _lists(lengths: list[int], elements: list[Any]) -> list[list[Any]]:
 def _dicts(count: int, keys: tuple[str, ...], columns: list[list[Any]]) -> list[dict[str, Any]]:
     if not keys:
         return [{} for _ in range(count)]
-    return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+    return list(map(dict, map(zip, repeat(keys), zip(*columns, strict=True))))
 
 
 def _records_of(cls: Any, states: list[dict[str, Any]]) -> list[Any]:
