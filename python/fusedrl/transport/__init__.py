@@ -19,7 +19,6 @@ import pickle
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
 from itertools import accumulate, chain, islice, pairwise, repeat
-from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +36,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from fusedrl.compat import tensordict as compat
 
-# Where tensors are: their group, the index of the first and that after the last; or, where they are
-# not one after the other, the group and the index of each.
+# Tensors, by their group, the first of them and the end; or by the group and the index of each.
 Places = tuple[int, int, int] | list[tuple[int, int]]
 ALIGNMENT = 64
-_shape, _layout = attrgetter("shape"), attrgetter("layout")
 _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
 
@@ -93,7 +90,9 @@ class Call(NamedTuple):
 
 
 class Packer(pickle.Pickler):
-    """Takes one value apart.
+    """Takes one value apart: ``contents``, and tensors that are to be copied.
+
+    A tensor that occurs twice stays one; a tensordict becomes two. Of locks, the outermost is kept.
 
     Args:
         value: anything that can be pickled.
@@ -111,7 +110,10 @@ class Packer(pickle.Pickler):
         offset = 0
         known: dict[torch.Size, torch.Size] = {}  # equal shapes are one object in a pickle
         for (dtype, _), (_, members) in self._members.items():
-            shapes = [known.setdefault(shape, shape) for shape in map(_shape, members)]
+            shapes = [
+                known.setdefault(shape, shape)
+                for shape in map(operator.attrgetter("shape"), members)
+            ]
             groups.append(Group(dtype, offset, shapes))
             nbytes = sum(map(math.prod, shapes)) * dtype.itemsize
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -124,7 +126,7 @@ class Packer(pickle.Pickler):
 
     @torch.no_grad()
     def copy(self, memory: Tensor) -> None:
-        """Write all tensors to a flat tensor of bytes, in one operation for each group."""
+        """Write all tensors to ``memory``, a flat tensor of ``contents.nbytes`` bytes."""
         for group, (_, members) in zip(self.contents.groups, self._members.values(), strict=True):
             flat = [t.reshape(-1) if t.ndim != 1 else t for t in members]
             nbytes = sum(map(Tensor.numel, flat)) * group.dtype.itemsize
@@ -151,18 +153,16 @@ class Packer(pickle.Pickler):
             return reduce_tensor(obj.detach())  # the memory stays where it is
         if obj.is_nested and obj.layout == torch.strided:
             # pickle's own would restore a view from the start of its storage, wherever it began.
-            rows = list(obj.detach().unbind())
-            return Call(torch.nested.as_nested_tensor, (rows, obj.dtype))
+            return Call(torch.nested.as_nested_tensor, (obj.detach().unbind(), obj.dtype))
         return NotImplemented
 
     def _are_dense(self, tensors: list[Tensor]) -> bool:
         """Whether tensors are plain memory that is to be copied."""
-        try:
-            list(map(_shape, tensors))
-        except RuntimeError:  # strided nested tensors have none
-            return False
-        return set(map(_layout, tensors)) == {torch.strided} and not any(
-            t.is_meta or t.dtype in _QUANTISED or (self._share and t.is_cuda) for t in tensors
+        return not any(
+            t.layout != torch.strided
+            or (t.is_nested or t.is_meta or t.dtype in _QUANTISED)
+            or (self._share and t.is_cuda)
+            for t in tensors
         )
 
     def _tensors(self, tensors: list[Tensor]) -> Call:
@@ -182,7 +182,7 @@ class Packer(pickle.Pickler):
         classes = set(map(type, values))
         if len(classes) > 1:
             return self._mixed(values, map(type, values), self._column)
-        for cls in classes:
+        for cls in classes:  # one, or none
             if cls is Tensor and self._are_dense(values):
                 return self._tensors(values)
             if _is_record(cls):
@@ -204,7 +204,7 @@ class Packer(pickle.Pickler):
         return Call(_records_of, (cls, states))
 
     def _attribute(self, cls: type, name: str, values: list[Any]) -> Any:
-        """A column of one attribute of records, or ``None`` if they are restored without it."""
+        """A column of what records have as one attribute; ``None`` if it is left out."""
         if name in compat.CACHES:
             return None
         if name == compat.LOCKED:  # of a stack, None asks its rows
@@ -224,8 +224,10 @@ class Packer(pickle.Pickler):
         kinds = set(map(tuple, values))
         if len(kinds) > 1:
             return self._mixed(values, map(tuple, values), lambda v: self._dicts(v, column))
-        columns = {k: column(k, list(map(itemgetter(k), values))) for kind in kinds for k in kind}
-        columns = {key: values for key, values in columns.items() if values is not None}
+        columns = {
+            k: column(k, list(map(operator.itemgetter(k), values))) for kind in kinds for k in kind
+        }
+        columns = {key: made for key, made in columns.items() if made is not None}
         return Call(_dicts, (len(values), tuple(columns), list(columns.values())))
 
 
@@ -280,7 +282,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        # A method would keep this unpickler, which remembers what it found, and so all tensors.
+        # No method: this unpickler remembers what it found, and would keep itself and all tensors.
         return partial(found, self._groups) if found is _tensors_of else found
 
 
