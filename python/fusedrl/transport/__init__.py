@@ -14,11 +14,11 @@ from __future__ import annotations
 import gc
 import io
 import math
-import operator
 import pickle
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
 from itertools import accumulate, chain, islice, pairwise, repeat
+from operator import attrgetter, itemgetter, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from fusedrl.compat import tensordict as compat
 
-# Tensors, by their group, the first of them and the end; or by the group and the index of each.
+# Where tensors are: their group, the first and the end; or the group and the index of each.
 Places = tuple[int, int, int] | list[tuple[int, int]]
 ALIGNMENT = 64
 _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -110,10 +110,7 @@ class Packer(pickle.Pickler):
         offset = 0
         known: dict[torch.Size, torch.Size] = {}  # equal shapes are one object in a pickle
         for (dtype, _), (_, members) in self._members.items():
-            shapes = [
-                known.setdefault(shape, shape)
-                for shape in map(operator.attrgetter("shape"), members)
-            ]
+            shapes = [known.setdefault(shape, shape) for shape in map(attrgetter("shape"), members)]
             groups.append(Group(dtype, offset, shapes))
             nbytes = sum(map(math.prod, shapes)) * dtype.itemsize
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -224,9 +221,7 @@ class Packer(pickle.Pickler):
         kinds = set(map(tuple, values))
         if len(kinds) > 1:
             return self._mixed(values, map(tuple, values), lambda v: self._dicts(v, column))
-        columns = {
-            k: column(k, list(map(operator.itemgetter(k), values))) for kind in kinds for k in kind
-        }
+        columns = {k: column(k, list(map(itemgetter(k), values))) for kind in kinds for k in kind}
         columns = {key: made for key, made in columns.items() if made is not None}
         return Call(_dicts, (len(values), tuple(columns), list(columns.values())))
 
@@ -245,7 +240,7 @@ def _plain(values: list[Any]) -> Any:
     first, classes = values[0], set(map(type, values))
     # Values of two classes may be equal, as 1 and True are, or not comparable, as arrays are not.
     if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
-        return Call(operator.mul, ([first], len(values)))
+        return Call(mul, ([first], len(values)))
     return values
 
 
