@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.transport import Contents, put_together, take_apart
+from fusedrl.transport import Contents, Packer, put_together
 
 SMALLEST = 1 << 16
 SPARE = 4  # free segments that keep their memory
@@ -69,13 +69,13 @@ class Segments:
             RuntimeError: this process has reached its limit of open files, because the other
                 process keeps too many batches.
         """
-        contents, tensors = take_apart(batch, share=True)
-        index = self._free_segment(contents.nbytes)
+        packer = Packer(batch, share=True)
+        index = self._free_segment(packer.contents.nbytes)
         descriptor, inode, memory = self._segments[index]
-        tensors.copy(contents.groups, memory)
+        packer.copy(memory)
         del self._free[index]
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        return SharedBatch(index, path, inode, len(memory), contents)
+        return SharedBatch(index, path, inode, len(memory), packer.contents)
 
     def _free_segment(self, nbytes: int) -> int:
         """A free segment for ``nbytes``: the smallest that suffices, or the largest, enlarged."""
