@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.collectors.batches import RowBatches, TurnBatches
 from fusedrl.collectors.policy_version import stamp_turn
 from fusedrl.collectors.versions import Versions
@@ -81,43 +79,44 @@ class TurnLoop:
         self.trajectories = Trajectories()
         self._carried: Any = None  # the policy's next input; None before a reset
 
-    def prepare(self, policy: Any) -> None:
-        """Do nothing: transforms that score with the policy need no preparation."""
+    def batch(self, policy: Policy, check: Callable[[], None]) -> TensorDictBase:
+        """Run turns until there is a batch.
 
-    def batch(self, policy: Policy) -> TensorDictBase:
-        """Run turns until there is a batch."""
+        Args:
+            policy: answers the dialogs.
+            check: is called before each turn, and raises if there shall be none.
+        """
         while (batch := self._batches.take()) is None:
-            self._advance(policy)
+            check()
+            self._turn(policy)
         return batch
 
-    def _advance(self, policy: Policy) -> None:
-        """Run a turn."""
+    def _turn(self, policy: Policy) -> None:
         if self._carried is None:
-            self._carried = self._env.reset()
+            self.restart()
+            carried = self._env.reset()
             self.trajectories.begin(self._env.batch_size, self._env.device)
-        with self._versions.held() as version:
-            answers = call_by_length(policy, self._carried)
-            turn, carried = self._env.step_and_maybe_reset(answers)
-        with interrupted_later():  # a turn that has run is kept
             self._carried = carried
-            self._keep(turn, version)
+        with self._versions.call() as version:
+            answers = call_by_length(policy, self._carried)
+            self._carried = None  # a step that is broken off ends its dialogs
+            turn, carried = self._env.step_and_maybe_reset(answers)
+        over = ended(turn)
+        ends = over.flatten().tolist()
+        if self._batches.only_last and True not in ends:
+            turn = None
+        else:
+            turn = self._own(turn, version, self.trajectories.ids)
+        self.frames += self._batches.add(turn, ends)
+        self.trajectories.renew(over)
+        self._carried = carried
 
-    def _keep(self, turn: TensorDictBase, version: Any) -> None:
-        mask = ended(turn)
-        over = mask.flatten().tolist()
-        if not self._batches.skip(over):
-            turn = copy_of(turn)  # policy and environment may write into theirs
-            if version is not None:
-                # The environment has tagged "next" with what the tracker says.
-                stamp_turn(turn, version, following=self._versions.tracker.version != version)
-            turn.set(IDS, self.trajectories.ids.clone())
-            self.frames += self._batches.add(turn, over)
-            if True in over:
-                self.trajectories.renew(mask)
-
-    def scoring(self) -> AbstractContextManager[Any]:
-        """Give the policy that transforms score with the version of the turn."""
-        return self._versions.held()
+    def _own(self, turn: TensorDictBase, version: int | None, ids: Tensor) -> TensorDictBase:
+        """A copy of a turn, as policy and environment may write into theirs, with its tags."""
+        turn = copy_of(turn)
+        if version is not None:
+            stamp_turn(turn, version)
+        return turn.set(IDS, ids.clone())
 
     def restart(self, finished: bool = False) -> None:
         """End running dialogs; their turns count, but are in no batch.
