@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -16,17 +17,18 @@ from fusedrl.logs import warn_once
 
 
 class TurnBatches:
-    """Batches of at least ``wanted`` turns of all dialogs, finished or not, with time last.
+    """Batches of at least ``wanted`` turns of all dialogs, finished or not.
 
     Args:
         rows: how many dialogs run at a time.
         wanted: turns in a batch.
+        flat: whether batches have one dimension, dialog after dialog, or else time last.
     """
 
     completed = only_last = False
 
-    def __init__(self, rows: int, wanted: int) -> None:
-        self._rows, self._wanted = rows, wanted
+    def __init__(self, rows: int, wanted: int, flat: bool) -> None:
+        self._rows, self._wanted, self._flat = rows, wanted, flat
         self._turns: list[Any] = []
 
     @property
@@ -34,7 +36,7 @@ class TurnBatches:
         """The number of turns that are in no batch yet."""
         return len(self._turns) * self._rows
 
-    def add(self, turn: Any, over: list[bool], indices: list[int] | None = None) -> int:
+    def add(self, turn: Any, over: list[bool], indices: Iterable[int]) -> int:
         """Keep one turn of every dialog; returns how many turns no batch will have, 0 here."""
         self._turns.append(turn)
         return 0
@@ -43,7 +45,10 @@ class TurnBatches:
         """A batch, once there are enough turns."""
         if self.pending < self._wanted:
             return None
-        batch = lazy_stack(self._turns, -1)
+        if self._flat:
+            batch = lazy_stack([*chain(*zip(*map(rows_of, self._turns), strict=True))])
+        else:
+            batch = lazy_stack(self._turns, -1)
         self._turns = []
         return batch
 
@@ -53,51 +58,46 @@ class TurnBatches:
         return lost
 
 
-class RowBatches:
-    """Batches of at least ``wanted`` turns in one dimension, dialog after dialog.
+class DialogBatches:
+    """Batches of at least ``wanted`` turns of finished dialogs, in the order in which they ended.
 
     Args:
         rows: how many dialogs run at a time.
         wanted: turns in a batch, at least.
-        completed: whether a batch has finished dialogs only, in the order in which they ended.
-        only_last: whether it has each finished dialog's last turn only.
+        only_last: whether a batch has each dialog's last turn only.
     """
 
-    def __init__(
-        self, rows: int, wanted: int, completed: bool = False, only_last: bool = False
-    ) -> None:
-        self._wanted, self.completed, self.only_last = wanted, completed, only_last
+    completed = True
+
+    def __init__(self, rows: int, wanted: int, only_last: bool) -> None:
+        self._wanted, self.only_last = wanted, only_last
         self._running: list[list[Any]] = [[] for _ in range(rows)]  # None: that is only counted
         self._finished: deque[list[Any]] = deque()
 
     @property
     def pending(self) -> int:
         """The number of turns, of finished and of running dialogs, that are in no batch yet."""
-        return self._ready + sum(map(len, self._running))
-
-    @property
-    def _ready(self) -> int:
-        return sum(map(len, self._finished))
+        return sum(map(len, chain(self._finished, self._running)))
 
     def length(self, index: int) -> int:
         """The number of turns of a running dialog."""
         return len(self._running[index])
 
-    def add(self, turn: Any, over: list[bool], indices: list[int] | None = None) -> int:
+    def add(self, turn: Any, over: list[bool], indices: Iterable[int]) -> int:
         """Keep one turn of some dialogs; returns how many turns no batch will have.
 
         Args:
             turn: the turn, a copy; ``None`` if it is only counted, because no batch will have any
                 part of it.
             over: for each dialog, whether the turn is its last.
-            indices: of the dialogs; all by default.
+            indices: of the dialogs.
         """
-        rows = [None] * len(over) if turn is None else rows_of(turn)
         lost = 0
-        for index, row, ends in zip(indices or range(len(rows)), rows, over, strict=True):
+        rows = [None] * len(over) if turn is None else rows_of(turn)
+        for index, row, ends in zip(indices, rows, over, strict=True):
             turns = self._running[index]
             turns.append(row if ends or not self.only_last else None)
-            if ends and self.completed:
+            if ends:
                 self._running[index] = []
                 self._finished.append(turns[-1:] if self.only_last else turns)
                 lost += len(turns) - len(self._finished[-1])
@@ -105,16 +105,11 @@ class RowBatches:
 
     def take(self) -> TensorDictBase | None:
         """A batch, once there are enough turns for it."""
-        enough = self._ready if self.completed else self.pending
-        if enough < self._wanted or not enough:
+        if sum(map(len, self._finished)) < self._wanted:
             return None
         turns: list[Any] = []
-        if self.completed:
-            while len(turns) < self._wanted:
-                turns += self._finished.popleft()
-        else:
-            turns += chain(*self._running)
-            self._running = [[] for _ in self._running]
+        while len(turns) < self._wanted:
+            turns += self._finished.popleft()
         return lazy_stack(turns)
 
     def forget(self, finished: bool = False) -> int:
@@ -138,13 +133,12 @@ def rows_of(turn: TensorDictBase) -> list[Any]:
 
 def batches_of(
     env: Any, wanted: int, flat: bool, completed: bool, only_last: bool
-) -> TurnBatches | RowBatches:
+) -> TurnBatches | DialogBatches:
     """The queue for the turns of an environment; a pool hands out each finished dialog at once."""
     rows = env.batch_size.numel()
-    if not (flat or completed):
-        return TurnBatches(rows, wanted)
-    at_once = completed and isinstance(env, AsyncEnvPool)
-    return RowBatches(rows, 1 if at_once else wanted, completed, only_last)
+    if not completed:
+        return TurnBatches(rows, wanted, flat)
+    return DialogBatches(rows, 1 if isinstance(env, AsyncEnvPool) else wanted, only_last)
 
 
 class QueueBuffer:

@@ -121,9 +121,8 @@ class LLMCollector(LoopCollector):
         with ExitStack() as undo:
             undo.callback(self._versions.leave)
             if options.channel is not None:
-                self._versions.follow(
-                    *follow_channel(options.channel, policy, options.channel_mode)
-                )
+                channel, mode = options.channel, options.channel_mode
+                self._versions.follow(*follow_channel(channel, policy, mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
             # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
             Collector.__init__(
@@ -217,7 +216,6 @@ class LLMCollector(LoopCollector):
     @weight_updater.setter
     def weight_updater(self, value: Any) -> None:
         if value is not None:
-            self._versions.refuse_beside_channel()
             made = hasattr(value, "register_collector") and not isinstance(value, type)
             value = value if made else value()
             value.register_collector(self)

@@ -12,8 +12,9 @@ from torch import nn
 from torchrl.envs import ProcessorAsyncEnvPool
 
 from fusedrl.channel.rendezvous import interrupted_later
-from fusedrl.collectors.batches import RowBatches
-from fusedrl.collectors.turns import Policy, TurnLoop, call_by_length, ended
+from fusedrl.collectors.batches import DialogBatches
+from fusedrl.collectors.options import Policy
+from fusedrl.collectors.turns import TurnLoop, call_by_length, ended
 from fusedrl.compat.tensordict import copy_of
 from fusedrl.compat.torchrl import (
     env_indices,
@@ -130,25 +131,25 @@ class PoolLoop(TurnLoop):
         least = min(least, len(self._asked))  # fewer dialogs run once the budget is used up
         with self._pool():
             turn, self._carried = self._env.async_step_and_maybe_reset_recv(least)
-            indices, over = env_indices(self._env, turn), ended(turn)
+            rows = dict(zip(env_indices(self._env, turn), turn.unbind(0), strict=True))
+            indices = sorted(rows)  # they come in any order out of shared memory
             ids = self.trajectories.ids
-            rows = [
-                self._own(row, self._asked.pop(index), ids[index])
-                for index, row in zip(indices, turn.unbind(0), strict=True)
-            ]
-            self.frames += batches.add(lazy_stack(rows), over.flatten().tolist(), indices)
+            turn = lazy_stack([self._own(rows[i], self._asked.pop(i), ids[i]) for i in indices])
+            over = ended(turn)
+            self.frames += batches.add(turn, over.flatten().tolist(), indices)
             self.trajectories.renew(over, indices)
             goes_on = self.frames + batches.pending < self._total
             if batches.completed and not goes_on:
-                self._hold(indices)
+                self._hold()
         if batches.completed and goes_on:
             self._ask(policy)
 
-    def _hold(self, indices: list[int]) -> None:
+    def _hold(self) -> None:
         """Near the end of the budget, run only the dialogs that can use it, the longest first."""
+        indices = env_indices(self._env, self._carried)
         self._waiting.update(zip(indices, self._carried.unbind(0), strict=True))
         self._carried = None
-        if not self._asked and isinstance(self._batches, RowBatches):
+        if not self._asked and isinstance(self._batches, DialogBatches):
             longest = max(self._waiting, key=self._batches.length)
             self._carried = lazy_stack([self._waiting.pop(longest)])
 

@@ -9,7 +9,8 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from fusedrl.collectors.batches import RowBatches, TurnBatches
+from fusedrl.collectors.batches import DialogBatches, TurnBatches
+from fusedrl.collectors.options import Policy
 from fusedrl.collectors.policy_version import stamp_turn
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.tensordict import copy_of, get_entry
@@ -17,8 +18,6 @@ from fusedrl.compat.torchrl import trajectory_numbers
 
 IDS = ("collector", "traj_ids")
 PROMPT = ("history", "prompt")  # what torchrl's chats give to its wrappers of language models
-
-Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
 class Trajectories:
@@ -69,7 +68,7 @@ class TurnLoop:
     def __init__(
         self,
         env: Any,
-        batches: TurnBatches | RowBatches,
+        batches: TurnBatches | DialogBatches,
         versions: Versions,
         total: float,
     ) -> None:
@@ -107,7 +106,7 @@ class TurnLoop:
             turn = None
         else:
             turn = self._own(turn, version, self.trajectories.ids)
-        self.frames += self._batches.add(turn, ends)
+        self.frames += self._batches.add(turn, ends, range(len(ends)))
         self.trajectories.renew(over)
         self._carried = carried
 
@@ -136,9 +135,7 @@ def ended(turn: TensorDictBase) -> Tensor:
     return done.reshape(*turn.batch_size, -1).any(-1)
 
 
-def call_by_length(
-    policy: Callable[[TensorDictBase], TensorDictBase], dialogs: TensorDictBase
-) -> TensorDictBase:
+def call_by_length(policy: Policy, dialogs: TensorDictBase) -> TensorDictBase:
     """Call a policy once for each length that the histories of dialogs have.
 
     torchrl 0.14.1's wrappers of language models raise for histories of several lengths.
@@ -151,7 +148,15 @@ def call_by_length(
     Returns:
         The answers, in the order of the dialogs.
     """
-    if not _have_several_lengths(dialogs):
+    if (
+        # A tensordict of stacked tensors cannot hold several lengths.
+        not isinstance(dialogs, LazyStackedTensorDict)
+        or dialogs.stack_dim != 0
+        # A quick look: most are no chats.
+        or get_entry(dialogs.tensordicts[0], PROMPT[0]) is None
+        or (prompts := dialogs.get(PROMPT, None)) is None
+        or -1 not in prompts.batch_size
+    ):
         return policy(dialogs)
     rows: list[Any] = list(dialogs.unbind(0))
     groups: dict[Any, list[int]] = {}
@@ -165,12 +170,3 @@ def call_by_length(
             answer = policy(lazy_stack([rows[index] for index in indices]))
             answers.update(zip(indices, answer.unbind(0), strict=True))
     return lazy_stack([answers[index] for index in range(len(rows))])
-
-
-def _have_several_lengths(dialogs: Any) -> bool:
-    if not isinstance(dialogs, LazyStackedTensorDict) or dialogs.stack_dim != 0:
-        return False  # a tensordict of stacked tensors cannot hold several lengths
-    if get_entry(dialogs.tensordicts[0], PROMPT[0]) is None:  # quick: most are no chats
-        return False
-    prompt: Any = dialogs.get(PROMPT, None)
-    return prompt is not None and -1 in prompt.batch_size

@@ -130,18 +130,14 @@ class Versions:
                 collector takes its weights from a channel of its own.
             TimeoutError: a turn does not end.
         """
-        self.refuse_beside_channel()
-        block = _Block(True) if self.follower is not None else self._begin(updates=True)
-        block.counted = block.counted or numbered
-        yield
-        self.count()
-
-    def refuse_beside_channel(self) -> None:
-        """Raise ``RuntimeError`` if the collector takes its weights from a channel of its own."""
         if self.close is not None:
             raise RuntimeError(
                 "channel: expected weights to come through it, got others; publish them"
             )
+        block = _Block(True) if self.follower is not None else self._begin(updates=True)
+        block.counted = block.counted or numbered
+        yield
+        self.count()
 
     def count(self) -> None:
         """Count a new version, once for an update, unless versions come from a channel."""
