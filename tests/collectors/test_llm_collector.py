@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import itertools
 import queue
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -250,6 +253,39 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
     seen = [turn["seen"].item() for batch in batches for turn in batch.reshape(-1)]
     whole = [turn["seen"].item() for batch in collect() for turn in batch.reshape(-1)]
     assert sorted(seen) == sorted(whole) and len(seen) == 8
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["env", "pool"])
+@pytest.mark.parametrize("completed", [False, True])
+def test_dialogs_are_whole_wherever_ctrl_c_breaks_a_turn_off(collect, completed, pool):
+    """It comes at one line after the other of the loop, and the next batches are taken."""
+    makers = [lambda n=n: Counting(1, n) for n in (2, 3)]
+    for line in itertools.count(4, 17):
+        env = AsyncEnvPool(makers, stack="lazy") if pool else Counting(2, 2)
+        collector, left, rows = collect(env, yield_completed_trajectories=completed), [line], []
+
+        def interrupt(frame, event, _, left=left):
+            if not frame.f_code.co_filename.endswith(("turns.py", "batches.py")):
+                return None
+            if event == "line" and frame.f_code.co_name != "take":  # there a batch may be lost
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        for _ in range(3):
+            sys.settrace(interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                rows += collector.rollout().reshape(-1).unbind(0)
+            sys.settrace(None)
+        dialogs: dict[int, list[int]] = {}
+        for row in rows:
+            dialogs.setdefault(row[IDS].item(), []).append(row["seen"].item())
+        assert all(turns[0] % 100 == 0 for turns in dialogs.values())
+        assert all(turns == [*range(turns[0], turns[-1] + 1)] for turns in dialogs.values())
+        collector.shutdown()
+        if left[0] > 0:
+            break
 
 
 def stop(*_: Any) -> Any:
