@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
-
 import pytest
-from counting_dialogs import Counting, Numbers
+from counting_dialogs import Counting
 from tensordict import lazy_stack
 from torchrl.envs import AsyncEnvPool
 
@@ -59,26 +56,6 @@ def test_new_dialogs_begin_after_an_error(collect, mode, at, number, begins_by):
     for seen in dialogs.values():
         first = seen[0]
         assert first % 100 == 0 and seen == list(range(first, first + len(seen)))
-
-
-class Late(Numbers):
-    """The first environment steps last."""
-
-    def _step(self, tensordict):
-        time.sleep(0.05 * int(self.length == 4))
-        return super()._step(tensordict)
-
-
-@pytest.mark.heavy
-@pytest.mark.usefixtures("forked_pools")
-@pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
-def test_a_row_of_a_batch_is_one_dialog_whichever_environment_ends_first(collect, backend):
-    pool = AsyncEnvPool([partial(Late, 1, n) for n in (4, 5)], backend=backend, stack="dense")
-    batch = collect(pool, dialog_turns_per_batch=8).rollout()
-    ids = batch["collector", "traj_ids"].reshape(2, -1)
-    assert (ids == ids[:, :1]).all() and batch["seen"].reshape(2, -1).tolist() == [
-        [*range(100, 104)]
-    ] * 2
 
 
 @pytest.mark.parametrize("stack", ["lazy", "dense"])

@@ -131,22 +131,21 @@ class PoolLoop(TurnLoop):
         least = min(least, len(self._asked))  # fewer dialogs run once the budget is used up
         with self._pool():
             turn, self._carried = self._env.async_step_and_maybe_reset_recv(least)
-            rows = dict(zip(env_indices(self._env, turn), turn.unbind(0), strict=True))
-            indices = sorted(rows)  # they come in any order out of shared memory
-            ids = self.trajectories.ids
-            turn = lazy_stack([self._own(rows[i], self._asked.pop(i), ids[i]) for i in indices])
-            over = ended(turn)
-            self.frames += batches.add(turn, over.flatten().tolist(), indices)
+            indices, over = env_indices(self._env, turn), ended(turn)
+            rows = [
+                self._own(row, self._asked.pop(index), self.trajectories.ids[index])
+                for index, row in zip(indices, turn.unbind(0), strict=True)
+            ]
+            self.frames += batches.add(lazy_stack(rows), over.flatten().tolist(), indices)
             self.trajectories.renew(over, indices)
             goes_on = self.frames + batches.pending < self._total
             if batches.completed and not goes_on:
-                self._hold()
+                self._hold(indices)
         if batches.completed and goes_on:
             self._ask(policy)
 
-    def _hold(self) -> None:
+    def _hold(self, indices: list[int]) -> None:
         """Near the end of the budget, run only the dialogs that can use it, the longest first."""
-        indices = env_indices(self._env, self._carried)
         self._waiting.update(zip(indices, self._carried.unbind(0), strict=True))
         self._carried = None
         if not self._asked and isinstance(self._batches, DialogBatches):

@@ -17,20 +17,14 @@ POLL_S = 0.0005
 
 
 class _Block:
-    """A turn, or an update, that has the weights for itself until it is dropped.
-
-    Attributes:
-        thread: that it runs in.
-        updates: whether it is an update.
-        counted: whether the version of the update has been counted.
-    """
+    """A turn, or an update, that has the weights for itself until it is dropped."""
 
     __slots__ = ("__weakref__", "counted", "thread", "updates")
 
     def __init__(self, updates: bool) -> None:
         self.thread = threading.get_ident()
         self.updates = updates
-        self.counted = False
+        self.counted = False  # whether the version of the update has been
 
 
 class Versions:
@@ -65,12 +59,7 @@ class Versions:
     ) -> Callable[[bool], None]:
         """Let a follower of a channel bring the policy's weights; returns :meth:`leave`.
 
-        Args:
-            follower: of the policy, or of a part of it.
-            close: is called by :meth:`leave`, if the channel is the collector's own.
-
-        Raises:
-            ValueError: another channel is followed.
+        If the channel is the collector's own, ``close`` ends that.
         """
         if self.follower is not None:
             refuse_another_channel()
@@ -91,17 +80,10 @@ class Versions:
         self.follower = self.close = None
 
     def call(self) -> Held:
-        """Let the policy compute with one version in a block: the newest now.
+        """Let the policy compute with one version in a block, the newest now.
 
-        A block within another of the same thread is a part of it.
-
-        Returns:
-            A context manager that gives the number of the version; ``None`` if versions are not
-            tracked.
-
-        Raises:
-            RuntimeError: the reader of the channel is closed.
-            TimeoutError: an update without a channel does not end.
+        A block within another of the same thread is a part of it. It is given the version's number,
+        ``None`` if versions are not tracked.
         """
         if self.follower is None:
             call = Held(None, self._begin(updates=False))
@@ -119,23 +101,17 @@ class Versions:
     def update(self, numbered: bool = False) -> Iterator[None]:
         """Write the policy's weights between two turns, and count one version.
 
-        Updates within an update are a part of it. Where a scheme brings the weights through its
-        channel, nobody waits and nothing is counted.
-
-        Args:
-            numbered: whether the weights come with their version, which may be the current one.
-
-        Raises:
-            RuntimeError: the thread is within a turn, for whose end the block would wait, or the
-                collector takes its weights from a channel of its own.
-            TimeoutError: a turn does not end.
+        Updates within an update are a part of it. Nothing is counted if the weights are
+        ``numbered``: they come with their version, which may be the current one. Where a scheme
+        brings them through its channel, nobody waits either.
         """
         if self.close is not None:
             raise RuntimeError(
                 "channel: expected weights to come through it, got others; publish them"
             )
-        block = _Block(True) if self.follower is not None else self._begin(updates=True)
-        block.counted = block.counted or numbered
+        if self.follower is None:
+            block = self._begin(updates=True)  # which this frame holds
+            block.counted |= numbered
         yield
         self.count()
 
