@@ -74,7 +74,7 @@ class LoopCollector(_LLMCollector):
 
     @property
     def _traj_pool(self) -> Any:
-        return None if self._loop is None else self._loop.trajectories.source
+        return None if self._loop is None else self._loop.trajectories
 
     def _make_carrier(self) -> None:
         # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.

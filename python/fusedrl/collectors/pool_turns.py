@@ -107,8 +107,7 @@ class PoolLoop(TurnLoop):
         if not self._running:
             self.restart()
             with self._pool():
-                self._carried = self._env.reset()
-                self.trajectories.begin(self._env.batch_size, self._env.device)
+                self._carried = self._begin()
         if self._carried is not None:
             self._ask(policy)
         self._take(policy)
@@ -133,11 +132,11 @@ class PoolLoop(TurnLoop):
             turn, self._carried = self._env.async_step_and_maybe_reset_recv(least)
             indices, over = env_indices(self._env, turn), ended(turn)
             rows = [
-                self._own(row, self._asked.pop(index), self.trajectories.ids[index])
+                self._own(row, self._asked.pop(index), self._ids[index])
                 for index, row in zip(indices, turn.unbind(0), strict=True)
             ]
             self.frames += batches.add(lazy_stack(rows), over.flatten().tolist(), indices)
-            self.trajectories.renew(over, indices)
+            self._renew(over, indices)
             goes_on = self.frames + batches.pending < self._total
             if batches.completed and not goes_on:
                 self._hold(indices)

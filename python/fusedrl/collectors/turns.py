@@ -20,34 +20,6 @@ IDS = ("collector", "traj_ids")
 PROMPT = ("history", "prompt")  # what torchrl's chats give to its wrappers of language models
 
 
-class Trajectories:
-    """The id of the trajectory that each element of an environment is in.
-
-    Attributes:
-        source: gives ids that no trajectory has had before.
-        ids: the id of each element, in the environment's shape.
-    """
-
-    def __init__(self) -> None:
-        self.source = trajectory_numbers()
-        self.ids = torch.empty(0, dtype=torch.int64)
-
-    def begin(self, shape: torch.Size, device: torch.device | None) -> None:
-        """Begin a new trajectory in each element."""
-        self.ids = self.source.get_traj_and_increment(shape.numel(), device=device).reshape(shape)
-
-    def renew(self, over: Tensor, rows: Any = ...) -> None:
-        """Begin a new trajectory where one is over.
-
-        Args:
-            over: bool, for each element of the rows.
-            rows: the indices of these rows along the first dimension; all by default.
-        """
-        if count := int(over.sum()):
-            fresh = self.source.get_traj_and_increment(count, device=self.ids.device)
-            self.ids[rows] = self.ids[rows].masked_scatter(over, fresh)
-
-
 class TurnLoop:
     """Runs turns of all dialogs of an environment until there is a batch.
 
@@ -62,7 +34,7 @@ class TurnLoop:
 
     Attributes:
         frames: turns so far; those of a batch are added when it is counted.
-        trajectories: the trajectories that the dialogs are in.
+        trajectories: numbers them, and gives no number twice.
     """
 
     def __init__(
@@ -75,7 +47,8 @@ class TurnLoop:
         self._env, self._batches, self._versions = env, batches, versions
         self._total = total
         self.frames = 0
-        self.trajectories = Trajectories()
+        self.trajectories = trajectory_numbers()
+        self._ids = torch.empty(0)  # of the trajectory of each dialog, in the environment's shape
         self._carried: Any = None  # the policy's next input; None before a reset
 
     def batch(self, policy: Policy, check: Callable[[], None]) -> TensorDictBase:
@@ -93,9 +66,7 @@ class TurnLoop:
     def _turn(self, policy: Policy) -> None:
         if self._carried is None:
             self.restart()
-            carried = self._env.reset()
-            self.trajectories.begin(self._env.batch_size, self._env.device)
-            self._carried = carried
+            self._carried = self._begin()
         with self._versions.call() as version:
             answers = call_by_length(policy, self._carried)
             self._carried = None  # a step that is broken off ends its dialogs
@@ -105,10 +76,24 @@ class TurnLoop:
         if self._batches.only_last and True not in ends:
             turn = None
         else:
-            turn = self._own(turn, version, self.trajectories.ids)
+            turn = self._own(turn, version, self._ids)
         self.frames += self._batches.add(turn, ends, range(len(ends)))
-        self.trajectories.renew(over)
+        self._renew(over)
         self._carried = carried
+
+    def _begin(self) -> Any:
+        """Reset the environment; the policy's first input."""
+        carried, shape = self._env.reset(), self._env.batch_size
+        self._ids = self.trajectories.get_traj_and_increment(
+            shape.numel(), device=self._env.device
+        ).reshape(shape)
+        return carried
+
+    def _renew(self, over: Tensor, rows: Any = ...) -> None:
+        """Begin a new trajectory where one is over, in some rows of the environment."""
+        if count := int(over.sum()):
+            fresh = self.trajectories.get_traj_and_increment(count, device=self._ids.device)
+            self._ids[rows] = self._ids[rows].masked_scatter(over, fresh)
 
     def _own(self, turn: TensorDictBase, version: int | None, ids: Tensor) -> TensorDictBase:
         """A copy of a turn, as policy and environment may write into theirs, with its tags."""
