@@ -87,8 +87,7 @@ class DialogBatches:
         """Keep one turn of some dialogs; returns how many turns no batch will have.
 
         Args:
-            turn: the turn, a copy; ``None`` if it is only counted, because no batch will have any
-                part of it.
+            turn: the turn, a copy; ``None`` if it is only counted, as no batch will have any of it.
             over: for each dialog, whether the turn is its last.
             indices: of the dialogs.
         """
@@ -144,8 +143,7 @@ def batches_of(
 class QueueBuffer:
     """Stands in the place of a replay buffer: each turn of a batch goes into a bounded queue.
 
-    torchrl's makes the queue itself, of Ray, and waits where it is full. Here the oldest turns are
-    dropped.
+    A full queue drops its oldest turns.
 
     Args:
         queue: a queue with ``put_nowait`` and ``get_nowait`` like those of :class:`queue.Queue`,

@@ -15,6 +15,7 @@ from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyV
 from torchrl.envs.llm.transforms.policy_version import VersionChange
 from torchrl.envs.transforms import Transform
 
+from fusedrl.compat.torchrl import step
 from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY
 
 KEY = "policy_version"
@@ -105,7 +106,7 @@ class PolicyVersion(_PolicyVersion):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the version that the policy has now."""
-        return self._step(tensordict, tensordict)
+        return step(self, tensordict, tensordict)
 
 
 def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
