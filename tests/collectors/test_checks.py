@@ -8,9 +8,10 @@ import pytest
 from counting_dialogs import Counting, policy
 from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.envs import SerialEnv, TransformedEnv
+from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 from torchrl.weight_update import SharedMemWeightSyncScheme as Other
 
-from fusedrl import AsyncCollector, LLMCollector, PolicyVersion, RayLLMCollector, WeightHandle
+from fusedrl import AsyncCollector, LLMCollector, RayLLMCollector, WeightHandle
 from fusedrl.collectors.process.options import AsyncOptions
 
 HANDLE = WeightHandle(0, 0, "")
@@ -61,13 +62,13 @@ DIALOGS = {"collector_class": LLMCollector}
             "weight_updater: expected it or channel",
         ),
         (
-            {"channel": HANDLE, "track_policy_version": PolicyVersion("uuid")},
+            {"track_policy_version": TorchrlPolicyVersion("uuid")},
             ValueError,
-            "track_policy_version: expected integer versions",
+            "track_policy_version: expected True .* got version_type='uuid'",
         ),
         ({"track_policy_version": "int"}, TypeError, "track_policy_version: .* got str"),
         ({"channel": 1}, TypeError, "channel: expected a WeightHandle or WeightReader, got int"),
-        ({"max_staleness": 1}, ValueError, "max_staleness: expected integer versions"),
+        ({"max_staleness": 1}, ValueError, "max_staleness: expected versions to count back from"),
         (
             {"max_staleness": -1, "track_policy_version": True},
             ValueError,
@@ -133,6 +134,7 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
         ({"channel": 1}, TypeError, "channel: expected a WeightHandle, got int"),
         ({"max_staleness": 1}, ValueError, "max_staleness"),
+        ({"track_policy_version": TorchrlPolicyVersion("uuid")}, ValueError, "got .*'uuid'"),
         (DIALOGS | {"dialog_turns_per_batch": 8}, TypeError, "expected it or frames_per_batch"),
         (DIALOGS | {"split_trajs": True}, TypeError, "split_trajs"),
         ({"flatten_data": True}, TypeError, "flatten_data"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import itertools
 import queue
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -98,7 +101,6 @@ def test_a_full_queue_drops_its_oldest(collect, caplog):
     collector = collect(queue=turns)
     list(collector)
     assert [turns.get()["seen"].item() for _ in range(3)] == [200, 102, 103]
-    assert collector.replay_buffer.dropped == 5
     assert caplog.text.count("the queue is full") == 1
 
 
@@ -231,9 +233,9 @@ def test_torchrls_profiler_runs(collect, tmp_path):
     assert (tmp_path / "trace.json").stat().st_size > 0
 
 
-@pytest.mark.parametrize("where", ["turn", "postproc", "post_collect_hook"])
+@pytest.mark.parametrize("where", ["postproc", "post_collect_hook"])
 @pytest.mark.usefixtures("default_signals")
-def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where, monkeypatch):
+def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where):
     interrupts = [signal.SIGINT]
 
     def once(batch):
@@ -242,10 +244,7 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where, mo
         return batch
 
     collector = collect()
-    if where == "turn":
-        monkeypatch.setattr("fusedrl.collectors.turns.copy_of", lambda x: once(x).clone())
-    else:
-        setattr(collector, where, once)
+    setattr(collector, where, once)
     iterator = iter(collector)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
@@ -254,6 +253,38 @@ def test_a_batch_that_ctrl_c_meets_after_its_turns_comes_once(collect, where, mo
     seen = [turn["seen"].item() for batch in batches for turn in batch.reshape(-1)]
     whole = [turn["seen"].item() for batch in collect() for turn in batch.reshape(-1)]
     assert sorted(seen) == sorted(whole) and len(seen) == 8
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["env", "pool"])
+@pytest.mark.parametrize("completed", [False, True])
+def test_dialogs_are_whole_wherever_ctrl_c_breaks_a_turn_off(collect, completed, pool):
+    """It comes at one line after the other of the loop, and the next batches are taken."""
+    makers = [lambda n=n: Counting(1, n) for n in (2, 3)]
+    for line in itertools.count(4, 17):
+        env = AsyncEnvPool(makers, stack="lazy") if pool else Counting(2, 2)
+        collector, left, rows = collect(env, yield_completed_trajectories=completed), [line], []
+
+        def interrupt(frame, event, _, left=left):
+            if not frame.f_code.co_filename.endswith(("turns.py", "batches.py")):
+                return None
+            if event == "line" and frame.f_code.co_name != "take":  # there a batch may be lost
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+            return interrupt
+
+        for _ in range(3):
+            sys.settrace(interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                rows += collector.rollout().reshape(-1).unbind(0)
+            sys.settrace(None)
+        begun: dict[int, int] = {}
+        for seen, n in sorted((row["seen"].item(), row[IDS].item()) for row in rows):
+            begun[n] = begun.get(n, -1) + 1
+            assert seen % 100 == begun[n]
+        collector.shutdown()
+        if left[0] > 0:
+            break
 
 
 def stop(*_: Any) -> Any:

@@ -58,11 +58,10 @@ def test_a_version_for_each_turn(collect):
 
 
 @pytest.mark.parametrize("when", ["policy", "env"])
-@pytest.mark.parametrize("tracker", [True, "uuid", TorchrlPolicyVersion])
+@pytest.mark.parametrize("tracker", [bool, PolicyVersion, TorchrlPolicyVersion])
 def test_the_version_is_that_of_the_policys_call(collect, when, tracker):
     """Updates come from another thread while the policy generates, or a tool runs."""
-    tracker = PolicyVersion("uuid") if tracker == "uuid" else tracker
-    tracker = tracker if isinstance(tracker, bool | PolicyVersion) else tracker()
+    tracker = tracker() or True
     called = []
 
     class Updating(Transform):
@@ -219,8 +218,7 @@ class TestPools:
         makers = [lambda n=n: Counting(1, n) for n in (2, 3)]
         return AsyncEnvPool(makers, backend="threading", stack=request.param)
 
-    @pytest.mark.parametrize("version_type", ["int", "uuid"])
-    def test_each_turn_has_the_version_of_its_call(self, pool, collect, version_type):
+    def test_each_turn_has_the_version_of_its_call(self, pool, collect):
         """Which torchrl refuses."""
         asked = []
 
@@ -238,7 +236,6 @@ class TestPools:
             policy=generating,
             yield_completed_trajectories=True,
             total_dialog_turns=30,
-            track_policy_version=PolicyVersion(version_type),
         )
         got = []
         for batch in collector:

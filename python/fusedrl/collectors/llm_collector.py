@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
 from fusedrl.weights.copying import write_weights
+from fusedrl.weights.follow import follow_channel
 from fusedrl.weights.worker_end import POLICY_STATE
 
 
@@ -118,9 +119,10 @@ class LLMCollector(LoopCollector):
         policy = options.policy if options.policy_factory is None else options.policy_factory()
         self._versions = Versions()
         with ExitStack() as undo:
-            undo.callback(self._versions.close)
+            undo.callback(self._versions.leave)
             if options.channel is not None:
-                self._versions.open(options.channel, policy, options.channel_mode)
+                channel, mode = options.channel, options.channel_mode
+                self._versions.follow(*follow_channel(channel, policy, mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
             # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
             Collector.__init__(
@@ -197,13 +199,8 @@ class LLMCollector(LoopCollector):
             self.pre_collect_hook()
         if self.reset_at_each_iter:
             self._loop.restart()
-        self._loop.prepare(self.policy)
         with self._collecting:
-            return self._loop.batch(self._call_policy)
-
-    def _call_policy(self, carried: TensorDictBase) -> TensorDictBase:
-        self._require_open()
-        return self.policy(carried)
+            return self._loop.batch(self.policy, self._require_open)
 
     def is_initialized(self) -> bool:
         """Whether the collector can be used: it is not shut down."""
@@ -219,11 +216,12 @@ class LLMCollector(LoopCollector):
     @weight_updater.setter
     def weight_updater(self, value: Any) -> None:
         if value is not None:
-            self._versions.refuse_beside_channel()
             made = hasattr(value, "register_collector") and not isinstance(value, type)
             value = value if made else value()
             value.register_collector(self)
-            self._versions.take_updates_of(value)
+            for name in ("push_weights", "update_weights"):  # torchrl's name, and ours
+                if hasattr(value, name):  # an update is one version, whoever calls it
+                    setattr(value, name, self._versions.update()(getattr(value, name)))
         self._weight_updater = value
 
     @property
@@ -253,14 +251,14 @@ class LLMCollector(LoopCollector):
             TimeoutError: the turn does not end within 10 minutes.
         """
         self._stream.background.check()
-        if self._versions.is_open and not args and not kwargs:
+        if self._versions.close is not None and not args and not kwargs:
             return
         if kwargs.get("weights_dict") is not None and not self._weight_sync_schemes:
             raise ValueError(
                 "weights_dict: expected None without weight_sync_schemes, whose models it names, "
                 "got weights; pass those of the policy as the first argument"
             )
-        with self._versions.one_update():
+        with self._versions.update():
             super().update_policy_weights_(*args, **kwargs)
 
     def receive_weights(
@@ -274,7 +272,7 @@ class LLMCollector(LoopCollector):
         has_schemes = receives_by_schemes(self)
         if not named and not has_schemes:
             return
-        with self._versions.one_update():
+        with self._versions.update():
             if has_schemes or len(named) > 1:  # the second is refused
                 receive: Any = super().receive_weights
                 receive(policy_or_weights, weights=weights, policy=policy)
@@ -288,13 +286,14 @@ class LLMCollector(LoopCollector):
             A function that undoes it; its argument says whether the policy keeps its version.
 
         Raises:
-            ValueError: versions are tracked as UUIDs, or another channel is followed.
+            ValueError: another channel is followed.
         """
         return self._versions.follow(follower)
 
     def scoring(self) -> AbstractContextManager[Any]:
         """Give the policy the version of the turn in which a transform of ``env`` calls this."""
-        return self._loop.scoring()
+        # In a pool, updates wait for the environments.
+        return nullcontext() if self.async_envs else self._versions.call()
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Start new dialogs at the next rollout; no later batch has turns from before.
@@ -341,7 +340,7 @@ class LLMCollector(LoopCollector):
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
-            self._versions.close()
+            self._versions.leave()
         if raise_on_error and not background.is_current():
             background.check()
 
@@ -380,5 +379,5 @@ class LLMCollector(LoopCollector):
             own.pop(POLICY_STATE, None)
             kwargs = {**kwargs, "strict": False}
         self._restart()
-        with self._versions.between_turns():
+        with nullcontext() if follower is not None else self._versions.update(numbered=True):
             load_or_undo(super(), own, **kwargs)

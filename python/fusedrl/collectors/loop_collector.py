@@ -74,7 +74,7 @@ class LoopCollector(_LLMCollector):
 
     @property
     def _traj_pool(self) -> Any:
-        return None if self._loop is None else self._loop.trajectories.source
+        return None if self._loop is None else self._loop.trajectories
 
     def _make_carrier(self) -> None:
         # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.
@@ -93,7 +93,7 @@ class LoopCollector(_LLMCollector):
             write_weights(self.policy, policy_or_weights)
 
     def _receive_weights_scheme(self, model_version: int | None = None) -> None:
-        with self._versions.one_update(numbered=model_version is not None):
+        with self._versions.update(numbered=model_version is not None):
             super()._receive_weights_scheme(model_version=model_version)
 
     def _require_open(self) -> None:
@@ -112,9 +112,8 @@ class RolloutBatches(BatchStream):
     counter = "LLMCollector.stale_turns"
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` if the collector or its channel's reader is closed."""
+        """Raise ``RuntimeError`` if the collector is closed."""
         self._collector._require_open()
-        self._collector._versions.check()
 
     def _wait(self) -> Ready | None:
         collector: Any = self._collector

@@ -13,6 +13,7 @@ from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.collectors.batches import QueueBuffer
+from fusedrl.weights.follow import check_counts
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
@@ -52,23 +53,19 @@ class CollectorOptions:
         self._check_ways()
 
     def _check_versions(self) -> None:
-        """Check that versions can be tracked, and counted where that is needed."""
+        """Check that versions can be tracked, which are integers."""
         tracker = self.track_policy_version
         if not isinstance(tracker, bool | PolicyVersion):
             raise TypeError(
                 f"track_policy_version: expected a bool or a PolicyVersion, got "
                 f"{type(tracker).__name__}; pass True"
             )
-        counts = tracker is True or getattr(tracker, "version_type", None) in (int, "int")
-        if self.max_staleness is not None and not counts:
+        if isinstance(tracker, PolicyVersion):
+            check_counts(tracker)
+        if self.max_staleness is not None and tracker is False:
             raise ValueError(
-                "max_staleness: expected integer versions to count back from, got "
-                f"track_policy_version={tracker!r}; pass True or PolicyVersion('int')"
-            )
-        if self.channel is not None and tracker is not False and not counts:
-            raise ValueError(
-                "track_policy_version: expected integer versions, which a channel has, got UUIDs; "
-                "pass True or PolicyVersion('int')"
+                "max_staleness: expected versions to count back from, got "
+                "track_policy_version=False; pass True"
             )
 
     def _check_ways(self) -> None:

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import operator
-import uuid
 from datetime import datetime
 from typing import Any, Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.utils import expand_as_right
 from torch import Tensor
-from torchrl.data import Composite, NonTensor, Unbounded
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyVersion
 from torchrl.envs.llm.transforms.policy_version import VersionChange
 from torchrl.envs.transforms import Transform
 
+from fusedrl.compat.torchrl import step
 from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY
 
 KEY = "policy_version"
 HISTORY = 1000  # entries that version_history keeps
 
-Version = int | str
-
 
 class PolicyVersion(_PolicyVersion):
-    """Tags what an environment returns with the version of the policy.
+    """Tags what an environment returns with the version of the policy, an integer that counts.
 
-    As a transform it writes ``"policy_version"`` at each reset and step. A collector that gets it
-    as ``track_policy_version=`` writes the version that the policy had when it was called for the
-    turn: another thread may have changed the version by the time the environment steps. It counts
-    one version for each weight update.
+    As a transform it writes ``"policy_version"``, int64 of the batch's shape, at each reset and
+    step. A collector that gets it as ``track_policy_version=`` writes the version that the policy
+    had when it was called for the turn: another thread may have changed the version by the time the
+    environment steps. It counts one version for each weight update.
 
     A policy whose weights change while it generates can report the version of each token under
     ``"token_policy_version"`` (int64, one row for each sample, ragged or padded with -1), as vLLM's
@@ -39,12 +36,10 @@ class PolicyVersion(_PolicyVersion):
     them, and :meth:`span` reads them.
 
     Args:
-        version_type: ``"int"`` or ``int``: 0, 1, 2, ... in int64 tensors of the batch's shape.
-            ``"uuid"`` or ``str``: UUID4 strings, one for each element. The key then gives a list of
-            strings, nested like the batch, or one string if there is no batch dimension.
+        version_type: ``"int"`` or ``int``, as torchrl writes it.
 
     Raises:
-        ValueError: ``version_type`` is none of these.
+        ValueError: ``version_type`` is another one of torchrl's.
 
     Example:
         >>> import torch
@@ -58,102 +53,60 @@ class PolicyVersion(_PolicyVersion):
         [(None, 0), (0, 1)]
     """
 
-    def __init__(self, version_type: type | Literal["uuid", "int"] = int) -> None:
+    def __init__(self, version_type: type | Literal["int"] = int) -> None:
         Transform.__init__(self)
-        if version_type not in (int, "int", str, "uuid"):
+        if version_type not in (int, "int"):
             raise ValueError(
-                f"version_type: expected 'int' or 'uuid', got {version_type!r}; counters are exact "
-                "and ordered, UUIDs are unique across collectors"
+                f"version_type: expected 'int', got {version_type!r}; versions are integers: tell "
+                "equal ones of two collectors apart by pairs of a collector and a version"
             )
         self.version_type = version_type
         self.version_history: list[VersionChange] = []
         self.cal_on_reset = True
-        self._current_version: Version | None = None
-        self.version = 0 if self.counts else str(uuid.uuid4())
+        self._current_version: int | None = None
+        self.version = 0
 
     @property
-    def counts(self) -> bool:
-        """Whether versions are integers, which can be counted."""
-        return self.version_type in (int, "int")
-
-    @property
-    def version(self) -> Version:
+    def version(self) -> int:
         """The version that the policy has now; assigning one records the change.
 
         Raises:
-            TypeError: an integer is assigned to UUIDs, or anything else to integers.
+            TypeError: something else than an integer is assigned.
             ValueError: a negative integer is assigned, as -1 stands for no version.
         """
         assert self._current_version is not None
         return self._current_version
 
     @version.setter
-    def version(self, value: Version) -> None:
-        if self.counts == isinstance(value, str) or isinstance(value, bool):
-            expected = "an integer" if self.counts else "a string"
-            raise TypeError(
-                f"version: expected {expected} for version_type={self.version_type!r}, got "
-                f"{value!r}; choose the version_type when the tracker is made"
-            )
-        new = operator.index(value) if self.counts else str(value)  # pyright: ignore[reportArgumentType]
-        if isinstance(new, int) and new < 0:
+    def version(self, value: int) -> None:
+        if isinstance(value, bool):
+            raise TypeError(f"version: expected an integer, got {value}; count from 0")
+        new = operator.index(value)
+        if new < 0:
             raise ValueError(f"version: expected 0 or more, got {new}; -1 marks padding in batches")
-        change = VersionChange(datetime.now(), self._current_version, new)
-        self._current_version = new
-        self.version_history.append(change)
+        self.version_history.append(VersionChange(datetime.now(), self._current_version, new))
         del self.version_history[:-HISTORY]
+        self._current_version = new
 
     def increment_version(self) -> None:
-        """Go to the next integer, or to a new UUID."""
-        self.version = self.version + 1 if isinstance(self.version, int) else str(uuid.uuid4())
+        """Go to the next integer."""
+        self.version += 1
 
-    def span(self, batch: TensorDictBase) -> tuple[Version, Version]:
+    def span(self, batch: TensorDictBase) -> tuple[int, int]:
         """The oldest and the newest version that made a part of a batch of turns.
 
         Args:
             batch: turns as a collector returns them, of any shape.
 
         Raises:
-            ValueError: the batch has no versions, or UUIDs that ``version_history``, which orders
-                them, no longer has.
+            ValueError: the batch has no versions.
         """
         versions = versions_in(batch)
-        if self.counts:
-            return min(versions), max(versions)
-        order = {change.new_version: n for n, change in enumerate(self.version_history)}
-        unknown = versions - order.keys()
-        if unknown:
-            raise ValueError(
-                f"batch: expected versions of the last {HISTORY}, got {unknown}; read batches "
-                "where their tracker is, and before there are so many newer ones"
-            )
-        return min(versions, key=order.__getitem__), max(versions, key=order.__getitem__)
+        return min(versions), max(versions)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the version that the policy has now."""
-        return stamp(tensordict, self.version)
-
-    def _step(
-        self, tensordict: TensorDictBase | None, next_tensordict: TensorDictBase
-    ) -> TensorDictBase:
-        return stamp(next_tensordict, self.version)
-
-    def transform_observation_spec(self, spec: Composite) -> Composite:
-        """Add the entry: int64 of the environment's shape, or a string."""
-        where: dict[str, Any] = {"shape": spec.shape, "device": spec.device}
-        spec[KEY] = (
-            Unbounded(dtype=torch.int64, **where)
-            if self.counts
-            else NonTensor(example_data=str(self.version), **where)
-        )
-        return spec
-
-
-def tracker_of(track: bool | _PolicyVersion) -> Any:
-    """The tracker that ``track_policy_version`` asks for; ``None`` if it asks for none."""
-    if isinstance(track, bool):
-        return PolicyVersion() if track else None
-    return track
+        return step(self, tensordict, tensordict)
 
 
 def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
@@ -162,7 +115,7 @@ def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
     Raises:
         ValueError: the tracker is in another environment.
     """
-    tracker = tracker_of(track)
+    tracker = PolicyVersion() if track is True else track or None
     if tracker is None or isinstance(env, AsyncEnvPool):
         return env, tracker
     if tracker.container is None:
@@ -175,57 +128,30 @@ def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
     return env, tracker
 
 
-def stamp(tensordict: TensorDictBase, version: Version) -> TensorDictBase:
-    """Write one version into every element of a tensordict, in place."""
-    shape, device = tensordict.batch_size, tensordict.device
-    if not isinstance(version, str):
-        return tensordict.set(KEY, torch.full(shape, version, dtype=torch.int64, device=device))
-    if shape.numel() == 0:  # of no elements there is no stack
-        return tensordict.set(KEY, NonTensorData(version, batch_size=shape, device=device))
-    # One entry an element, so that reading the key answers with a list as in torchrl.
-    return tensordict.set(KEY, NonTensorData(version, device=device).expand(shape))
-
-
-def stamp_turn(turn: TensorDictBase, version: Version, following: bool = True) -> None:
-    """Write the version of a turn into it, and that of its tokens if the policy reported them.
+def stamp_turn(turn: TensorDictBase, version: int) -> None:
+    """Write the version of a turn into it and its ``"next"``, or the oldest version of its tokens.
 
     Args:
-        turn: is changed in place.
-        version: the version that the policy had when it was called for the turn.
-        following: whether ``"next"`` does not have that version yet.
-    """
-    stamp(turn, version)
-    if following:
-        stamp(turn.get("next"), version)
-    if not isinstance(version, str):
-        stamp_tokens(turn)
-
-
-def stamp_tokens(turn: TensorDictBase) -> None:
-    """Give ``"next"`` the versions of a turn's tokens, and both the oldest of them as their own.
-
-    Args:
-        turn: a stamped turn, which is changed in place, unless its policy reported no versions of
-            tokens.
+        turn: is changed in place. If its policy reported versions of tokens, ``"next"`` gets them.
+        version: that the policy had when it was called for the turn.
     """
     if isinstance(turn, LazyStackedTensorDict):
         for part in turn.tensordicts:
-            stamp_tokens(part)
+            stamp_turn(part, version)
         return
-    tokens = turn.get(TOKENS_KEY, None)
-    if tokens is None:
-        return
-    following = turn.get("next")
-    following.set(TOKENS_KEY, tokens.clone())  # a batch may be written to
-    if tokens.is_nested:
-        tokens = tokens.to_padded_tensor(PADDING)
-    rows = tokens.flatten(turn.batch_dims)
-    if not rows.shape[-1]:
-        return
-    none = torch.iinfo(torch.int64).max
-    oldest = rows.masked_fill(rows < 0, none).amin(-1)
-    for part in (turn, following):
-        part.set(KEY, torch.where(oldest == none, part.get(KEY), oldest))
+    following, tokens = turn.get("next"), turn.get(TOKENS_KEY, None)
+    versions = torch.full(turn.batch_size, version, dtype=torch.int64, device=turn.device)
+    if tokens is not None:
+        following.set(TOKENS_KEY, tokens.clone())  # a batch may be written to
+        if tokens.is_nested:
+            tokens = tokens.to_padded_tensor(PADDING)
+        rows = tokens.flatten(turn.batch_dims)
+        if rows.shape[-1]:
+            none = torch.iinfo(torch.int64).max
+            oldest = rows.masked_fill(rows < 0, none).amin(-1)
+            versions = torch.where(oldest == none, versions, oldest)
+    turn.set(KEY, versions)
+    following.set(KEY, versions.clone())
 
 
 def mark_padding(batch: TensorDictBase) -> TensorDictBase:
@@ -246,20 +172,15 @@ def mark_padding(batch: TensorDictBase) -> TensorDictBase:
     return batch
 
 
-def versions_in(batch: TensorDictBase) -> set[Any]:
+def versions_in(batch: TensorDictBase) -> set[int]:
     """All versions in a batch: those of the tokens if there are any, else those of the turns."""
-    flat = batch.reshape(-1)
-    for part in (flat.get("next", flat), flat):
-        rows: Any = part.get(TOKENS_KEY, as_list=True)
-        if rows is not None:
-            of_tokens = {n for row in rows for n in row.unique().tolist() if n >= 0}
-            if of_tokens:
-                return of_tokens
-    column = flat.get("next", flat).get(KEY)
-    if column is None:
-        column = flat.get(KEY)
-    if column is None:
-        raise ValueError(
-            f"batch: expected an entry {KEY!r}, got none; collect with track_policy_version=True"
-        )
-    return {version for version in column.tolist() if version != PADDING}
+    flat: Any = batch.reshape(-1)
+    for key in (TOKENS_KEY, KEY):
+        for part in (flat.get("next", flat), flat):
+            rows = part.get(key, as_list=True)
+            rows = () if rows is None else rows
+            if versions := {n for row in rows for n in row.flatten().tolist()} - {PADDING}:
+                return versions
+    raise ValueError(
+        f"batch: expected an entry {KEY!r}, got none; collect with track_policy_version=True"
+    )

@@ -53,8 +53,7 @@ def _ignore(collector: Any, batch: TensorDictBase) -> None:
 
 def _facts(collector: Any, batch: TensorDictBase) -> str:
     """The figures of a batch as a line shows them."""
-    newest = collector.policy_version  # UUIDs have no staleness
-    figures = turn_metrics(batch, newest if isinstance(newest, int) else None, prefix="")
+    figures = turn_metrics(batch, collector.policy_version, prefix="")
     del figures["count"]  # all turns are counted beside them
     return ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
 

@@ -35,7 +35,7 @@ class DialogActor(LLMCollector):
 
     def rollout(self) -> TensorDictBase:
         """As for :class:`LLMCollector`; an update waits for the end of the batch."""
-        with self._versions.held():
+        with self._versions.call():
             return super().rollout()
 
     def collect(self) -> tuple[Serialized | None, ...]:
@@ -62,7 +62,7 @@ class DialogActor(LLMCollector):
 
     def increment_version(self) -> None:
         """Count a version; a batch that is being collected keeps its own."""
-        with self._versions.one_update():
+        with self._versions.update():
             pass
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
-from fusedrl.channel.rendezvous import interrupted_later
-from fusedrl.collectors.batches import RowBatches, TurnBatches
+from fusedrl.collectors.batches import DialogBatches, TurnBatches
+from fusedrl.collectors.options import Policy
 from fusedrl.collectors.policy_version import stamp_turn
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.tensordict import copy_of, get_entry
@@ -19,36 +18,6 @@ from fusedrl.compat.torchrl import trajectory_numbers
 
 IDS = ("collector", "traj_ids")
 PROMPT = ("history", "prompt")  # what torchrl's chats give to its wrappers of language models
-
-Policy = Callable[[TensorDictBase], TensorDictBase]
-
-
-class Trajectories:
-    """The id of the trajectory that each element of an environment is in.
-
-    Attributes:
-        source: gives ids that no trajectory has had before.
-        ids: the id of each element, in the environment's shape.
-    """
-
-    def __init__(self) -> None:
-        self.source = trajectory_numbers()
-        self.ids = torch.empty(0, dtype=torch.int64)
-
-    def begin(self, shape: torch.Size, device: torch.device | None) -> None:
-        """Begin a new trajectory in each element."""
-        self.ids = self.source.get_traj_and_increment(shape.numel(), device=device).reshape(shape)
-
-    def renew(self, over: Tensor, rows: Any = ...) -> None:
-        """Begin a new trajectory where one is over.
-
-        Args:
-            over: bool, for each element of the rows.
-            rows: the indices of these rows along the first dimension; all by default.
-        """
-        if count := int(over.sum()):
-            fresh = self.source.get_traj_and_increment(count, device=self.ids.device)
-            self.ids[rows] = self.ids[rows].masked_scatter(over, fresh)
 
 
 class TurnLoop:
@@ -65,59 +34,73 @@ class TurnLoop:
 
     Attributes:
         frames: turns so far; those of a batch are added when it is counted.
-        trajectories: the trajectories that the dialogs are in.
+        trajectories: numbers them, and gives no number twice.
     """
 
     def __init__(
         self,
         env: Any,
-        batches: TurnBatches | RowBatches,
+        batches: TurnBatches | DialogBatches,
         versions: Versions,
         total: float,
     ) -> None:
         self._env, self._batches, self._versions = env, batches, versions
         self._total = total
         self.frames = 0
-        self.trajectories = Trajectories()
+        self.trajectories = trajectory_numbers()
+        self._ids = torch.empty(0)  # of the trajectory of each dialog, in the environment's shape
         self._carried: Any = None  # the policy's next input; None before a reset
 
-    def prepare(self, policy: Any) -> None:
-        """Do nothing: transforms that score with the policy need no preparation."""
+    def batch(self, policy: Policy, check: Callable[[], None]) -> TensorDictBase:
+        """Run turns until there is a batch.
 
-    def batch(self, policy: Policy) -> TensorDictBase:
-        """Run turns until there is a batch."""
+        Args:
+            policy: answers the dialogs.
+            check: is called before each turn, and raises if there shall be none.
+        """
         while (batch := self._batches.take()) is None:
-            self._advance(policy)
+            check()
+            self._turn(policy)
         return batch
 
-    def _advance(self, policy: Policy) -> None:
-        """Run a turn."""
+    def _turn(self, policy: Policy) -> None:
         if self._carried is None:
-            self._carried = self._env.reset()
-            self.trajectories.begin(self._env.batch_size, self._env.device)
-        with self._versions.held() as version:
+            self.restart()
+            self._carried = self._begin()
+        with self._versions.call() as version:
             answers = call_by_length(policy, self._carried)
+            self._carried = None  # a step that is broken off ends its dialogs
             turn, carried = self._env.step_and_maybe_reset(answers)
-        with interrupted_later():  # a turn that has run is kept
-            self._carried = carried
-            self._keep(turn, version)
+        over = ended(turn)
+        ends = over.flatten().tolist()
+        if self._batches.only_last and True not in ends:
+            turn = None
+        else:
+            turn = self._own(turn, version, self._ids)
+        self.frames += self._batches.add(turn, ends, range(len(ends)))
+        self._renew(over)
+        self._carried = carried
 
-    def _keep(self, turn: TensorDictBase, version: Any) -> None:
-        mask = ended(turn)
-        over = mask.flatten().tolist()
-        if not self._batches.skip(over):
-            turn = copy_of(turn)  # policy and environment may write into theirs
-            if version is not None:
-                # The environment has tagged "next" with what the tracker says.
-                stamp_turn(turn, version, following=self._versions.tracker.version != version)
-            turn.set(IDS, self.trajectories.ids.clone())
-            self.frames += self._batches.add(turn, over)
-            if True in over:
-                self.trajectories.renew(mask)
+    def _begin(self) -> Any:
+        """Reset the environment; the policy's first input."""
+        carried, shape = self._env.reset(), self._env.batch_size
+        self._ids = self.trajectories.get_traj_and_increment(
+            shape.numel(), device=self._env.device
+        ).reshape(shape)
+        return carried
 
-    def scoring(self) -> AbstractContextManager[Any]:
-        """Give the policy that transforms score with the version of the turn."""
-        return self._versions.held()
+    def _renew(self, over: Tensor, rows: Any = ...) -> None:
+        """Begin a new trajectory where one is over, in some rows of the environment."""
+        if count := int(over.sum()):
+            fresh = self.trajectories.get_traj_and_increment(count, device=self._ids.device)
+            self._ids[rows] = self._ids[rows].masked_scatter(over, fresh)
+
+    def _own(self, turn: TensorDictBase, version: int | None, ids: Tensor) -> TensorDictBase:
+        """A copy of a turn, as policy and environment may write into theirs, with its tags."""
+        turn = copy_of(turn)
+        if version is not None:
+            stamp_turn(turn, version)
+        return turn.set(IDS, ids.clone())
 
     def restart(self, finished: bool = False) -> None:
         """End running dialogs; their turns count, but are in no batch.
@@ -137,9 +120,7 @@ def ended(turn: TensorDictBase) -> Tensor:
     return done.reshape(*turn.batch_size, -1).any(-1)
 
 
-def call_by_length(
-    policy: Callable[[TensorDictBase], TensorDictBase], dialogs: TensorDictBase
-) -> TensorDictBase:
+def call_by_length(policy: Policy, dialogs: TensorDictBase) -> TensorDictBase:
     """Call a policy once for each length that the histories of dialogs have.
 
     torchrl 0.14.1's wrappers of language models raise for histories of several lengths.
@@ -152,7 +133,15 @@ def call_by_length(
     Returns:
         The answers, in the order of the dialogs.
     """
-    if not _have_several_lengths(dialogs):
+    if (
+        # A tensordict of stacked tensors cannot hold several lengths.
+        not isinstance(dialogs, LazyStackedTensorDict)
+        or dialogs.stack_dim != 0
+        # A quick look: most are no chats.
+        or get_entry(dialogs.tensordicts[0], PROMPT[0]) is None
+        or (prompts := dialogs.get(PROMPT, None)) is None
+        or -1 not in prompts.batch_size
+    ):
         return policy(dialogs)
     rows: list[Any] = list(dialogs.unbind(0))
     groups: dict[Any, list[int]] = {}
@@ -166,12 +155,3 @@ def call_by_length(
             answer = policy(lazy_stack([rows[index] for index in indices]))
             answers.update(zip(indices, answer.unbind(0), strict=True))
     return lazy_stack([answers[index] for index in range(len(rows))])
-
-
-def _have_several_lengths(dialogs: Any) -> bool:
-    if not isinstance(dialogs, LazyStackedTensorDict) or dialogs.stack_dim != 0:
-        return False  # a tensordict of stacked tensors cannot hold several lengths
-    if get_entry(dialogs.tensordicts[0], PROMPT[0]) is None:  # quick: most are no chats
-        return False
-    prompt: Any = dialogs.get(PROMPT, None)
-    return prompt is not None and -1 in prompt.batch_size

@@ -235,7 +235,7 @@ def check_counts(tracker: Any) -> None:
     if tracker.version_type not in (int, "int"):
         raise ValueError(
             "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
-            f"version_type={tracker.version_type!r}; a channel numbers its versions"
+            f"version_type={tracker.version_type!r}; versions are integers"
         )
 
 

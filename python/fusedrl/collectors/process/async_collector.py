@@ -18,7 +18,7 @@ from torchrl.collectors import BaseCollector, Collector, ProfileConfig
 
 from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.options import Policy
-from fusedrl.collectors.policy_version import mark_padding, tracker_of
+from fusedrl.collectors.policy_version import PolicyVersion, mark_padding
 from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
 from fusedrl.collectors.process.worker import (
@@ -138,7 +138,8 @@ class AsyncCollector(_AsyncCollector):
                 setattr(self, name, value)
         self.requested_frames_per_batch: Any = options.frames_per_batch
         self.total_frames: Any = options.total
-        self.policy_version_tracker = tracker_of(options.track_policy_version)
+        track = options.track_policy_version
+        self.policy_version_tracker = PolicyVersion() if track is True else track or None
         self.replay_buffer = options.buffer
         self.traj_format = trajectory_format(
             self.traj_format, self.trajs_per_batch, has_buffer=options.replay_buffer is not None
