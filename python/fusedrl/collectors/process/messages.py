@@ -1,24 +1,39 @@
-"""The messages between a trainer and its worker, and what is said in them of an exception."""
+"""The messages between a trainer and its worker, and what is said in them of an exception.
+
+A message is a packet, which arrives whole or not at all, whoever is killed or interrupted.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import pickle
+import socket
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
 from fusedrl.collectors.process.shared_batches import SharedBatch
 
+PACKET = 1 << 15  # bytes, of which some hundred packets fit into a socket
+IN_A_FILE = b"in a file"
+
 
 @dataclass(frozen=True)
 class More:
-    """Make the batches up to number ``last``; the segments that were ``released`` are free."""
+    """Make the batches up to number ``last``."""
 
     last: int
-    released: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Released:
+    """The trainer has nothing of these segments any more."""
+
+    segments: list[int]
 
 
 @dataclass(frozen=True)
@@ -34,17 +49,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class SetVersion:
-    """Set the version of the collector's tracker, also while a batch is collected."""
-
-    version: Any
-
-
-@dataclass(frozen=True)
 class Stop:
-    """End the worker within ``timeout`` seconds."""
-
-    timeout: float
+    """Close the collector and end."""
 
 
 @dataclass(frozen=True)
@@ -101,5 +107,40 @@ class Failure:
         return error
 
 
-ToWorker = More | Call | SetVersion | Stop
+ToWorker = More | Released | Call | Stop
 ToTrainer = Batch | Answer | Failure
+
+
+def post(
+    end: socket.socket, message: Any, descriptor: int | None = None, *, flags: int = 0
+) -> None:
+    """Send a message, and a descriptor if one is given. Any thread may."""
+    data, descriptors = pickle.dumps(message), [] if descriptor is None else [descriptor]
+    if len(data) <= PACKET:
+        socket.send_fds(end, [data], descriptors, flags)
+        return
+    # map() leaves Ctrl-C no place between a descriptor and the file that will close it.
+    (opened,) = map(open, map(os.memfd_create, ["fusedrl-message"]), ["w+b"])
+    with opened as file:
+        file.write(data)
+        file.flush()
+        socket.send_fds(end, [IN_A_FILE], [file.fileno(), *descriptors], flags)
+
+
+def receive(end: socket.socket) -> tuple[Any, int | None]:
+    """The next message, and the descriptor that came with it, which the caller closes.
+
+    Raises:
+        EOFError: the other end is closed.
+        OSError: this process may open no more files.
+    """
+    data, descriptors, flags, _ = socket.recv_fds(end, PACKET, 2, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        raise EOFError
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    if data == IN_A_FILE:
+        with os.fdopen(descriptors.pop(0), "rb") as file:
+            file.seek(0)
+            data = file.read()
+    return pickle.loads(data), descriptors[0] if descriptors else None
