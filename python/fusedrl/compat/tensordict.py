@@ -1,7 +1,7 @@
 """What is needed of tensordict beyond its public interface.
 
 The public interface takes microseconds for each entry of each sample, so samples are read and
-pickled by their attributes: in ``csrc/host/tensordicts.cpp`` and ``transport/pickling.py``.
+pickled by their attributes: in ``csrc/host/tensordicts.cpp`` and ``transport``.
 ``tests/compat/test_tensordict.py`` says which attributes there are.
 """
 

@@ -83,11 +83,6 @@ def strided_sizes(nested: Tensor) -> Tensor:
     return nested._nested_tensor_size()
 
 
-def strided_layout(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """The strides of the parts of a strided nested tensor, and where they begin in its storage."""
-    return nested._nested_tensor_strides(), nested._nested_tensor_storage_offsets()
-
-
 def strided_view(values: Tensor, sizes: Tensor, strides: Tensor, starts: Tensor) -> Tensor:
     """A strided nested tensor over memory that exists; ``values`` is its storage, ``[n]``."""
     return torch._nested_view_from_buffer(  # pyright: ignore[reportPrivateImportUsage]

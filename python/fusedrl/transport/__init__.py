@@ -1,43 +1,71 @@
 """Tensordicts on the way to another process: one pickle, and one piece of memory.
 
-The rows of a ragged column are views of one storage, and an ordinary pickle would carry that
-storage once for each row. Each tensor in a pickle also costs as much as a small message.
+An ordinary pickle names the class, the attributes and the keys of every row of a stack, and carries
+the storage of a ragged column once for each row. Here all rows of one class with the same keys are
+one column, and so are their values under each key. Tensors are only numbers in the pickle, and lie
+in one piece of memory. ``docs/benchmarks.md`` compares this with what other libraries offer.
 
-What other libraries offer is slower where there are many turns. ``consolidate()`` of tensordict
-0.14.3 raises a ``TypeError`` for stacks of dialogs. The table compares this package with a pickle
-of protocol 5 whose tensors are out-of-band buffers, copied into one piece of memory. The data are
-dialogs of 8 turns that an LLMCollector makes with a tiny model. Time is that of packing and
-unpacking together; time and bytes of the pickle are relative to this package:
-
-======  =====  =====  =======
-turns   time   bytes  here
-======  =====  =====  =======
-8       0.77   1.5    8 ms
-64      1.73   2.4    40 ms
-512     2.36   2.9    0.5 s
-4096    2.44   3.0    5.4 s
-======  =====  =====  =======
-
-Plain pickle takes 2.6 and 5.8 times as long for 8 and 64 turns, and torch's ForkingPickler 5.5 and
-11 times. A dense tensordict has few columns: for it, out-of-band buffers need 0.4 to 0.6 of the
-time, which is half a millisecond less, and ``consolidate()`` with pickle 1.4 to 4.1 times.
-(These are medians of CPU time, over 3 repetitions of 4096 turns to 678 of 8, taken in alternation
-on two cores of an AMD EPYC that other processes used too; Python 3.11, torch 2.13. Since then
-groups have tensors of all shapes: up to a tenth more time, up to a fifth more bytes of pickle.)
+A column in the pickle is a call that returns the list of its values: :class:`Packer` writes calls
+of the functions at the end of this file, and whoever reads the pickle makes them.
 """
 
 from __future__ import annotations
 
+import gc
 import io
+import math
+import pickle
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache, partial
+from itertools import accumulate, chain, islice, pairwise
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    MemoryMappedTensor,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    is_tensorclass,
+)
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
-from fusedrl.transport.groups import Group, TensorGroups
-from fusedrl.transport.pickling import ColumnPickler, ColumnUnpickler
+from fusedrl.compat import tensordict as compat
 
-__all__ = ["Contents", "Serialized", "deserialize", "put_together", "serialize", "take_apart"]
+# Where tensors are: their group, the index of the first and that after the last; or, where they are
+# not one after the other, the group and the index of each.
+Places = tuple[int, int, int] | list[tuple[int, int]]
+ALIGNMENT = 64
+_shape, _layout = attrgetter("shape"), attrgetter("layout")
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
+
+
+class Group(NamedTuple):
+    """The tensors of one dtype and device, one after the other from byte ``offset`` on."""
+
+    dtype: torch.dtype
+    offset: int
+    shapes: list[torch.Size]
+
+    def tensors(self, memory: np.ndarray[Any, Any]) -> list[Tensor]:
+        """Each over its own part of a flat array of bytes: a pickle of one has only its own."""
+        try:
+            kind = torch.empty(0, dtype=self.dtype).numpy().dtype
+        except TypeError:  # numpy has no such numbers
+            kind = np.dtype(f"i{self.dtype.itemsize}")
+        ends = [*accumulate(map(math.prod, self.shapes), initial=0)]
+        whole = memory[self.offset : self.offset + ends[-1] * kind.itemsize].view(kind)
+        arrays = [
+            whole[start:stop] if len(shape) == 1 else whole[start:stop].reshape(shape)
+            for (start, stop), shape in zip(pairwise(ends), self.shapes, strict=True)
+        ]
+        tensors = list(map(torch.from_numpy, arrays))
+        return tensors if tensors[0].dtype == self.dtype else [t.view(self.dtype) for t in tensors]
 
 
 class Contents(NamedTuple):
@@ -56,37 +84,241 @@ class Serialized(NamedTuple):
     device: torch.device | None
 
 
-def take_apart(value: Any, share: bool = False) -> tuple[Contents, TensorGroups]:
-    """Separate a value into its contents and its dense tensors, which are still to be copied.
+class Call(NamedTuple):
+    """A function that is called with these arguments when the pickle is read."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class Packer(pickle.Pickler):
+    """Takes one value apart.
 
     Args:
         value: anything that can be pickled.
         share: whether CUDA tensors stay where they are, for a process on this machine.
     """
-    file, tensors = io.BytesIO(), TensorGroups(share)
-    ColumnPickler(file, tensors).write(value)
-    return Contents(file.getvalue(), *tensors.layout()), tensors
+
+    def __init__(self, value: Any, share: bool = False) -> None:
+        file = io.BytesIO()
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._share = share
+        self._members: dict[tuple[torch.dtype, torch.device], tuple[int, list[Tensor]]] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # by id; the members keep tensors alive
+        self.dump(value)
+        groups: list[Group] = []
+        offset = 0
+        known: dict[torch.Size, torch.Size] = {}  # equal shapes are one object in a pickle
+        for (dtype, _), (_, members) in self._members.items():
+            shapes = [known.setdefault(shape, shape) for shape in map(_shape, members)]
+            groups.append(Group(dtype, offset, shapes))
+            nbytes = sum(map(math.prod, shapes)) * dtype.itemsize
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.contents = Contents(file.getvalue(), groups, max(offset, ALIGNMENT))
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the first tensor."""
+        return next((device for _, device in self._members), None)
+
+    @torch.no_grad()
+    def copy(self, memory: Tensor) -> None:
+        """Write all tensors to a flat tensor of bytes, in one operation for each group."""
+        for group, (_, members) in zip(self.contents.groups, self._members.values(), strict=True):
+            flat = [t.reshape(-1) if t.ndim != 1 else t for t in members]
+            nbytes = sum(map(Tensor.numel, flat)) * group.dtype.itemsize
+            whole = memory[group.offset : group.offset + nbytes].view(group.dtype)
+            if flat[0].device == whole.device:
+                torch.cat(flat, out=whole)
+            else:
+                whole.copy_(torch.cat(flat))
+
+    def reducer_override(self, obj: Any) -> Any:
+        """The function, and its arguments, that restore a tensor or a tensordict."""
+        if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
+            obj = obj.as_subclass(Tensor)
+        cls = type(obj)
+        if cls is Call:
+            return obj
+        if cls is Tensor:
+            if self._are_dense([obj]):
+                return Call(_only, (self._tensors([obj]),))
+            if self._share and obj.is_cuda:
+                return reduce_tensor(obj.detach())  # the memory stays where it is
+            # torch's own pickling restores a view from the start of the storage, wherever it began.
+            if obj.is_nested and obj.layout == torch.strided:
+                rows = list(obj.detach().unbind())
+                return Call(torch.nested.as_nested_tensor, (rows, obj.dtype))
+        elif _is_record(cls):
+            return Call(_only, (self._records(cls, [obj]), bool(obj.is_locked)))
+        return NotImplemented
+
+    def _are_dense(self, tensors: list[Tensor]) -> bool:
+        """Whether tensors are plain memory that is to be copied."""
+        try:
+            list(map(_shape, tensors))
+        except RuntimeError:  # strided nested tensors have none
+            return False
+        return set(map(_layout, tensors)) == {torch.strided} and not any(
+            t.is_meta or t.dtype in _QUANTISED or (self._share and t.is_cuda) for t in tensors
+        )
+
+    def _tensors(self, tensors: list[Tensor]) -> Call:
+        for tensor in tensors:
+            if id(tensor) not in self._places:
+                key = tensor.dtype, tensor.device
+                number, members = self._members.setdefault(key, (len(self._members), []))
+                self._places[id(tensor)] = number, len(members)
+                members.append(tensor)
+        found: Any = [self._places[id(tensor)] for tensor in tensors]
+        group, start = found[0]
+        if found == [(group, n) for n in range(start, start + len(found))]:
+            found = group, start, start + len(found)
+        return Call(_tensors_of, (found,))
+
+    def _column(self, values: list[Any]) -> Any:
+        classes = set(map(type, values))
+        if len(classes) > 1:
+            return self._mixed(values, map(type, values), self._column)
+        for cls in classes:
+            if cls is Tensor and self._are_dense(values):
+                return self._tensors(values)
+            if _is_record(cls):
+                return self._records(cls, values)
+        return values
+
+    def _mixed(
+        self, values: list[Any], kinds: Iterable[Hashable], column: Callable[[list[Any]], Any]
+    ) -> Call:
+        """A column for the values of each kind."""
+        indices: dict[Hashable, list[int]] = {}
+        for index, kind in enumerate(kinds):
+            indices.setdefault(kind, []).append(index)
+        columns = [column([values[i] for i in of_kind]) for of_kind in indices.values()]
+        return Call(_mixed, (list(indices.values()), columns))
+
+    def _records(self, cls: type, records: list[Any]) -> Call:
+        unlocked = {compat.LOCKED: False if cls is TensorDict else None}
+        states = [
+            {k: unlocked.get(k, v) for k, v in vars(x).items() if k not in compat.CACHES}
+            for x in records
+        ]
+        return Call(_records_of, (cls, self._dicts(states, self._attribute)))
+
+    def _attribute(self, name: str, values: list[Any]) -> Any:
+        if name == compat.ROWS:
+            rows = self._column(list(chain.from_iterable(values)))
+            return Call(_lists, (list(map(len, values)), rows))
+        if name == compat.ENTRIES and type(values[0]) is dict:
+            return self._dicts(values, lambda _, column: self._column(column))
+        if name == compat.ENTRIES:
+            return self._column(values)
+        if name == compat.FIELDS:
+            return self._dicts(values, lambda _, column: _plain(column))
+        return _plain(values)
+
+    def _dicts(self, values: list[Any], column: Callable[[str, list[Any]], Any]) -> Call:
+        kinds = set(map(tuple, values))
+        if len(kinds) > 1:
+            return self._mixed(values, map(tuple, values), lambda v: self._dicts(v, column))
+        (keys,) = kinds
+        columns = [column(key, list(map(itemgetter(key), values))) for key in keys]
+        return Call(_dicts, (len(values), keys, columns))
+
+
+@cache
+def _is_record(cls: type) -> bool:
+    """Whether objects of a class consist of their ``__dict__`` alone."""
+    names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
+    return cls in (TensorDict, LazyStackedTensorDict, NonTensorStack) or (
+        is_tensorclass(cls) and all(getattr(cls, n) is getattr(NonTensorData, n) for n in names)
+    )
+
+
+def _plain(values: list[Any]) -> Any:
+    """A column of values that are no tensors or tensordicts."""
+    first, classes = values[0], set(map(type, values))
+    # Values of two classes may be equal, as 1 and True are, or not comparable, as arrays are not.
+    if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
+        return Call(_equal, (first, len(values)))
+    return values
 
 
 def put_together(contents: Contents, memory: np.ndarray[Any, Any]) -> Any:
-    """Restore the value; its tensors lie in ``memory``, a flat array of bytes, without a copy.
-
-    Each has a storage of its own there, and keeps the array. So a pickle or a copy of one tensor
-    has nothing of the others.
-    """
-    tensors = [group.tensors(memory) for group in contents.groups]
-    return ColumnUnpickler(io.BytesIO(contents.structure), tensors).read()
+    """Restore the value; its tensors lie in ``memory``, a flat array of bytes, without a copy."""
+    # Every new object makes the garbage collector search all that were there, and it finds nothing.
+    enabled = gc.isenabled()
+    try:
+        gc.disable()
+        return _Unpickler(contents, memory).load()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def serialize(value: Any) -> Serialized:
     """``value`` with its dense tensors copied to the CPU, without their gradient graphs."""
-    contents, tensors = take_apart(value)
-    memory = torch.empty(contents.nbytes, dtype=torch.uint8)
-    tensors.copy(contents.groups, memory)
-    return Serialized(contents, memory.numpy(), tensors.device)
+    packer = Packer(value)
+    memory = torch.empty(packer.contents.nbytes, dtype=torch.uint8)
+    packer.copy(memory)
+    return Serialized(packer.contents, memory.numpy(), packer.device)
 
 
 def deserialize(serialized: Serialized) -> Any:
     """The value that was serialized; its tensors lie in one piece of memory."""
     # The memory of a message is read-only, so it is copied.
     return put_together(serialized.contents, serialized.memory.copy())
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, contents: Contents, memory: np.ndarray[Any, Any]) -> None:
+        super().__init__(io.BytesIO(contents.structure))
+        self._groups = [group.tensors(memory) for group in contents.groups]
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        # A method would keep this unpickler, which remembers what it found, and so all tensors.
+        return partial(found, self._groups) if found is _tensors_of else found
+
+
+# What a pickle calls as it is read.
+
+
+def _only(values: list[Any], locked: bool = False) -> Any:
+    return values[0].lock_() if locked else values[0]
+
+
+def _equal(value: Any, count: int) -> list[Any]:
+    return [value] * count
+
+
+def _tensors_of(groups: list[list[Tensor]], places: Places) -> list[Tensor]:
+    if isinstance(places, list):
+        return [groups[group][index] for group, index in places]
+    group, start, stop = places
+    return groups[group][start:stop]
+
+
+def _mixed(indices: list[list[int]], columns: list[list[Any]]) -> list[Any]:
+    found: dict[int, Any] = {}
+    for of_kind, column in zip(indices, columns, strict=True):
+        found.update(zip(of_kind, column, strict=True))
+    return [found[index] for index in range(len(found))]
+
+
+def _lists(lengths: list[int], elements: list[Any]) -> list[list[Any]]:
+    values = iter(elements)
+    return [list(islice(values, length)) for length in lengths]
+
+
+def _dicts(count: int, keys: tuple[str, ...], columns: list[list[Any]]) -> list[dict[str, Any]]:
+    if not keys:
+        return [{} for _ in range(count)]
+    return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _records_of(cls: Any, states: list[dict[str, Any]]) -> list[Any]:
+    records = [cls.__new__(cls) for _ in states]
+    for record, state in zip(records, states, strict=True):
+        object.__setattr__(record, "__dict__", state)
+    return records
