@@ -39,6 +39,6 @@ def pack_on_request(end: socket.socket) -> None:
         arguments, released = got
         segments.release(released)
         shared, descriptor = segments.pack(ragged(*arguments))
-        post(end, (shared, open_files() - (descriptor is not None)), descriptor)
+        post(end, (shared, open_files() - (descriptor is not None)), descriptor=descriptor)
         if descriptor is not None:
             os.close(descriptor)

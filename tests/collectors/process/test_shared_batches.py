@@ -37,10 +37,8 @@ class Ends:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
-    yield made
-    made.mappings.close()
+def ends() -> Ends:
+    return Ends()
 
 
 def mapped_at(tensor: torch.Tensor) -> bool:
@@ -125,8 +123,7 @@ def test_the_memory_of_many_free_segments_is_given_back(ends):
 
 def test_batches_that_are_kept_survive_both_ends(ends):
     batches = [ends.send(ragged(first=n)) for n in range(5)]
-    ends.mappings.close()
-    ends.segments = None
+    del ends.mappings, ends.segments
     assert [tokens(b) for b in batches] == [tokens(ragged(first=n)) for n in range(5)]
 
 
@@ -187,9 +184,12 @@ def worker() -> Iterator[Worker]:
 def test_nothing_is_left_of_many_batches(worker):
     worker.batch()
     before = open_files()
-    for n in range(200):
+    for n in range(100):
         assert worker.batch(3, n)[2]["tokens"][0] == 100 * (n + 2)
+    kept = [worker.batch(3, n) for n in range(100)]
+    assert [batch[0]["tokens"][0] for batch in kept] == [*range(0, 10_000, 100)]
     assert open_files() == before
+    del kept
     assert worker.descriptors[-1] == worker.descriptors[0]
     pids = str(os.getpid()), str(worker.process.pid)
     named = [path.name for path in Path("/dev/shm").iterdir()]
@@ -197,7 +197,7 @@ def test_nothing_is_left_of_many_batches(worker):
     post(worker.end, None)
     worker.process.join()
     assert worker.process.exitcode == 0
-    worker.mappings.close()
+    del worker.mappings
     assert "fusedrl-batch" not in MAPS.read_text()
 
 

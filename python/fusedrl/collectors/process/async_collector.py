@@ -303,7 +303,7 @@ class AsyncCollector(_AsyncCollector):
         """Count a version, also in the worker. The versions of a channel count by themselves."""
         version = self._weights.count()
         if version is not None and not self.closed:
-            self._worker.tell(set_version, version)
+            self._worker.call(set_version, version, waits=False)
 
     def _call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
         self._thread.check()

@@ -11,12 +11,11 @@ import os
 import pickle
 import socket
 import traceback
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
-
-from fusedrl.collectors.process.shared_batches import SharedBatch
 
 PACKET = 1 << 15  # bytes, of which some hundred packets fit into a socket
 IN_A_FILE = b"in a file"
@@ -24,16 +23,10 @@ IN_A_FILE = b"in a file"
 
 @dataclass(frozen=True)
 class More:
-    """Make the batches up to number ``last``."""
+    """Make the batches up to number ``last``; the segments that were ``released`` are free."""
 
     last: int
-
-
-@dataclass(frozen=True)
-class Released:
-    """The trainer has nothing of these segments any more."""
-
-    segments: list[int]
+    released: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -49,19 +42,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Close the collector and end."""
-
-
-@dataclass(frozen=True)
 class Batch:
-    """A batch, counted from 1, and the number of frames that it counts as.
+    """A batch, counted from 1, and its frames; none if the worker's collector has ended.
 
-    There is none of this number if the worker's collector has ended.
+    It is where it lies, and itself or the error of unpacking it once the trainer has received it.
     """
 
     number: int
-    shared: SharedBatch | None = None
+    batch: Any = None
     frames: int = 0
 
 
@@ -107,34 +95,32 @@ class Failure:
         return error
 
 
-ToWorker = More | Released | Call | Stop
+ToWorker = More | Call | None  # None stops it
 ToTrainer = Batch | Answer | Failure
 
 
-def post(
-    end: socket.socket, message: Any, descriptor: int | None = None, *, flags: int = 0
-) -> None:
-    """Send a message, and a descriptor if one is given. Any thread may."""
+def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | None = None) -> None:
+    """Send a message, with the descriptor of a file if one is given, from any thread."""
     data, descriptors = pickle.dumps(message), [] if descriptor is None else [descriptor]
-    if len(data) <= PACKET:
-        socket.send_fds(end, [data], descriptors, flags)
-        return
-    # map() leaves Ctrl-C no place between a descriptor and the file that will close it.
-    (opened,) = map(open, map(os.memfd_create, ["fusedrl-message"]), ["w+b"])
-    with opened as file:
-        file.write(data)
-        file.flush()
-        socket.send_fds(end, [IN_A_FILE], [file.fileno(), *descriptors], flags)
+    with contextlib.ExitStack() as stack:
+        if len(data) > PACKET:
+            # map() leaves Ctrl-C no place between a descriptor and the file that will close it.
+            (file,) = map(open, map(os.memfd_create, ["fusedrl-message"]), ["w+b"])
+            stack.enter_context(file)
+            file.write(data)
+            file.flush()
+            data, descriptors = IN_A_FILE, [file.fileno(), *descriptors]
+        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors)
+        end.sendmsg([data], [rights], flags)
 
 
 def receive(end: socket.socket) -> tuple[Any, int | None]:
-    """The next message, and the descriptor that came with it, which the caller closes.
+    """The next message, and the descriptor that came with it; ``EOFError`` if there will be none.
 
     Raises:
-        EOFError: the other end is closed.
         OSError: this process may open no more files.
     """
-    data, descriptors, flags, _ = socket.recv_fds(end, PACKET, 2, socket.MSG_CMSG_CLOEXEC)
+    data, descriptors, flags, _ = socket.recv_fds(end, PACKET, 2)
     if not data:
         raise EOFError
     if flags & socket.MSG_CTRUNC:

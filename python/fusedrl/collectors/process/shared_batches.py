@@ -21,9 +21,9 @@ SPARE = 4  # free segments that are kept
 
 
 class SharedBatch(NamedTuple):
-    """A batch in the segment of this number, whose size is ``nbytes``.
+    """A batch in a segment of ``nbytes``, whose bytes ``start`` to ``stop`` say what it is.
 
-    Bytes ``start`` to ``stop`` say what lies before them. The segments ``dropped`` are no more.
+    The segments ``dropped`` are used no more.
     """
 
     segment: int
@@ -34,15 +34,8 @@ class SharedBatch(NamedTuple):
 
 
 class Segments:
-    """The segments of memory that a process writes batches into, again once they are released.
-
-    They have no name in any file system, so that nothing is left when the process is killed.
-
-    Example:
-        >>> segments, mappings = Segments(), Mappings()  # in two processes
-        >>> batch = mappings.unpack(*segments.pack(TensorDict(x=torch.ones(3))))
-        >>> del batch
-        >>> segments.release(mappings.released())
+    """Memory without a name in any file system, which a process writes batches into, again and
+    again: memory that is new takes several times as long.
     """
 
     def __init__(self) -> None:
@@ -51,16 +44,11 @@ class Segments:
         self._numbers = itertools.count()
 
     def pack(self, batch: Any) -> tuple[SharedBatch, int | None]:
-        """Copy a batch's tensors into a segment, without their autograd graphs.
-
-        CUDA tensors stay where they are, and the other process opens them there.
-
-        Args:
-            batch: a tensordict, or anything that can be pickled.
+        """Copy a batch's tensors, without their autograd graphs; CUDA tensors stay where they are.
 
         Returns:
-            What the other process needs, and the descriptor of a segment that is new to it, which
-            the caller closes.
+            What the other process unpacks, and the descriptor of a segment that it does not know
+            yet, which the caller closes.
         """
         packer = Packer(batch, share=True)
         contents = pickle.dumps(packer.contents)
@@ -99,33 +87,22 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
-class _Lent(weakref.ref[Any]):
-    """A weak reference to the memory of a batch."""
-
-    __slots__ = ("segment",)
-    segment: int
-
-
 class Mappings:
-    """The batches in another process's :class:`Segments`, mapped into this one.
+    """The batches in another process's :class:`Segments`.
 
-    You may keep them for as long as you like: a segment becomes free once this process has none of
-    its tensors and no view of them. A process forked from this one sees the same memory; keep a
-    batch here while such a process reads it.
+    A segment becomes free once this process has no tensor in it and no view of one. A process that
+    is forked from this one sees the same memory; keep a batch here while such a process reads it.
     """
 
     def __init__(self) -> None:
         self._mapped: dict[int, Tensor] = {}
-        self._lent: dict[int, _Lent] = {}
-        self._returned: deque[_Lent] = deque()
+        self._lent: dict[int, tuple[Any, int]] = {}  # weak references to memory, and its segments
+        self._returned: deque[Any] = deque()
 
     def unpack(self, shared: SharedBatch, descriptor: int | None) -> Any:
-        """The batch, whose tensors lie in the segment's memory and may be written to.
-
-        The descriptor is closed.
-        """
+        """The batch, whose tensors lie in the segment and may be written to."""
         for segment in shared.dropped:
-            self._mapped.pop(segment, None)
+            del self._mapped[segment]
         if descriptor is not None:
             try:
                 self._mapped[shared.segment] = _mapped(descriptor, shared.nbytes)
@@ -133,16 +110,11 @@ class Mappings:
                 os.close(descriptor)
         memory = self._mapped[shared.segment].numpy()  # is freed with the last tensor over it
         # No Python code runs when it is freed, which Ctrl-C could interrupt.
-        lent = _Lent(memory, self._returned.append)
-        lent.segment = shared.segment
-        self._lent[id(lent)] = lent
-        return put_together(pickle.loads(memory[shared.start : shared.stop]), memory)
+        lent = weakref.ref(memory, self._returned.append)
+        self._lent[id(lent)] = lent, shared.segment
+        return put_together(pickle.loads(memory[shared.start : shared.stop].data), memory)
 
     def released(self) -> list[int]:
         """The segments that became free since the last call."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
-        return [self._lent.pop(id(lent)).segment for lent in returned]
-
-    def close(self) -> None:
-        """Unmap the memory that no tensor uses."""
-        self._mapped.clear()
+        return [self._lent.pop(id(lent))[1] for lent in returned]

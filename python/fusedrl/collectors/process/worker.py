@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -31,7 +31,7 @@ import torchrl
 from torch import Tensor, nn
 
 from fusedrl.collectors.process import messages
-from fusedrl.collectors.process.messages import Failure, post, receive
+from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.collectors.state import load_or_undo
@@ -46,9 +46,9 @@ logger = logging.getLogger("fusedrl")
 
 
 class Job:
-    """A function that makes the collector, which the worker unpacks where it can report errors.
+    """Gives the worker a function that makes the collector, unpacked where errors are reported.
 
-    Tensors that a channel has ``brought`` by then arrive on the meta device. A forked process calls
+    Tensors that a channel has ``brought`` by then arrive on the meta device. A forked process gets
     the trainer's own function.
     """
 
@@ -56,28 +56,24 @@ class Job:
         self._make = make
         self._brought = {id(tensor): tensor for tensor in brought}
 
+    def __call__(self) -> Callable[[], Any]:
+        """The function."""
+        return self._make
+
     def __reduce__(self) -> Any:
         """Pickle the function, while the process is started and locks can be pickled too."""
         file = io.BytesIO()
-        _Pickler(file, self._brought).dump(self._make)
-        return partial, (_unpack_and_make, file.getvalue())
-
-    def __call__(self) -> Any:
-        """Make the collector."""
-        return self._make()
-
-
-def _unpack_and_make(pickled: bytes) -> Any:
-    return pickle.loads(pickled)()
+        pickler = _Pickler(file)
+        pickler.brought = self._brought
+        pickler.dump(self._make)
+        return partial, (pickle.loads, file.getvalue())
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, brought: dict[int, Tensor]) -> None:
-        super().__init__(file)
-        self._brought = brought
+    brought: dict[int, Tensor]
 
     def reducer_override(self, obj: Any) -> Any:
-        if id(obj) in self._brought:
+        if id(obj) in self.brought:
             return _empty, (obj.shape, obj.dtype, isinstance(obj, nn.Parameter))
         return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -90,14 +86,9 @@ def _empty(shape: torch.Size, dtype: torch.dtype, is_parameter: bool) -> Tensor:
 def make_collector(
     options: AsyncOptions, arguments: dict[str, Any], schemes: dict[str, Any]
 ) -> Any:
-    """A collector whose models follow their channels.
+    """A collector whose models follow the channels of ``schemes``, named like them.
 
     The weights of the policy may lie on the meta device until their scheme brings them.
-
-    Args:
-        options: the arguments that the worker got.
-        arguments: those for the constructor of the collector.
-        schemes: the schemes that bring weights, by the names of their models.
     """
     torch.set_num_threads(options.num_sub_threads)
     if options.init_fn is not None:
@@ -125,10 +116,10 @@ class Interrupted(BaseException):
 def main(end: socket.socket, trainers_end: socket.socket, job: Job) -> None:
     """Collect what the trainer requests, until it says stop or ends."""
     trainers_end.close()
-    # Signals to the trainer's group do not come here, and one to this group reaches all that the
-    # environment starts.
+    # A signal to the trainer's group does not come here, and one to this group reaches what the
+    # environment starts. Launchers send Ctrl-C to each process.
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher may send it to each process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with warnings.catch_warnings():
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")
@@ -151,68 +142,51 @@ def _leave() -> None:
 
 
 class Worker:
-    """Runs a collector for the trainer.
-
-    Args:
-        end: this process's end of the socket between them.
-    """
+    """Runs a collector for the trainer, at the other end of a socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._requests: queue.SimpleQueue[messages.ToWorker] = queue.SimpleQueue()
         self._made = self._wanted = 0  # numbers of batches
         self._orphaned = False
-        self._interruptible = True
         self._segments = Segments()
         self._collector: Any = None
         self._batches: Iterator[Any] | None = None
+        self._main_thread = threading.get_ident()
 
     def run(self, job: Job) -> None:
         """Make the collector, then collect and answer until the end."""
         try:
-            signal.signal(signal.SIGTERM, self._interrupt)
+            signal.signal(signal.SIGTERM, _interrupt)
             threading.Thread(target=self._listen, daemon=True, name="fusedrl-listen").start()
-            self._work(job)
-        except Interrupted:  # also while an error is sent: the trainer needs no answer then
+            self._collector = job()()
+            while True:
+                self._do_next()
+        except Interrupted:
             pass
+        except BaseException as error:  # also SystemExit, which a policy or a tool may raise
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._send(messages.Failure.of(error))
         finally:
-            self._interruptible = False
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with contextlib.suppress(Exception):
                 if self._collector is not None:
                     self._collector.shutdown()
             if self._orphaned:
                 os.killpg(0, signal.SIGKILL)
 
-    def _interrupt(self, *_: Any) -> None:
-        if self._interruptible:
-            self._interruptible = False
-            raise Interrupted
-
-    def _work(self, job: Job) -> None:
-        try:
-            self._collector = job()
-            while True:
-                self._do_next()
-        except Interrupted:
-            raise
-        except BaseException as error:  # also SystemExit, which a policy or a tool may raise
-            self._send(Failure.of(error))
-
     def _do_next(self) -> None:
         """Do what the trainer asks for next; calls come before batches."""
-        request = None
-        with contextlib.suppress(queue.Empty):
-            request = self._requests.get(block=self._made >= self._wanted)
-        match request:
-            case None:
-                self._made += 1
-                self._collect(self._made)
-            case messages.Call():
-                self._answer(request)
-            case messages.More(last):
-                self._wanted = max(self._wanted, last)
-            case messages.Released(segments):
-                self._segments.release(segments)
+        if self._made < self._wanted and self._requests.empty():
+            self._made += 1
+            self._collect(self._made)
+            return
+        request = self._requests.get()
+        if isinstance(request, messages.Call):
+            self._answer(request)
+        elif request is not None:
+            self._wanted = max(self._wanted, request.last)
+            self._segments.release(request.released)
 
     def _collect(self, number: int) -> None:
         collector = self._collector
@@ -235,20 +209,18 @@ class Worker:
             function, args = pickle.loads(call.pickled)
             result = cloudpickle.dumps(function(self._collector, *args))
         except Exception as error:
-            self._send(messages.Answer(call.number, Failure.of(error)))
+            self._send(messages.Answer(call.number, messages.Failure.of(error)))
         else:
             outdated = self._made if call.anew else 0
             self._send(messages.Answer(call.number, result, outdated))
 
     def _send(self, message: messages.ToTrainer, descriptor: int | None = None) -> None:
-        # The trainer may be gone, and this process will end then.
-        with contextlib.suppress(ConnectionError):
-            post(self._socket, message, descriptor)
+        with contextlib.suppress(ConnectionError):  # the trainer is gone, and this process ends
+            post(self._socket, message, descriptor=descriptor)
 
     def _listen(self) -> None:
         """Receive messages in a thread, and end the process once the trainer has ended."""
-        trainer = multiprocessing.parent_process()
-        assert trainer is not None and trainer.pid is not None
+        trainer: Any = multiprocessing.parent_process()
         parent = os.getppid()
         # A process that the trainer has forked may keep its ends of the socket and of a pipe open.
         ends: list[Any] = [self._socket, trainer.sentinel]
@@ -258,28 +230,26 @@ class Worker:
             while True:
                 ready = wait(ends, POLL_S)
                 if self._socket in ready:
-                    self._take(receive(self._socket)[0])
+                    message, _ = receive(self._socket)
+                    if message is None:
+                        signal.pthread_kill(self._main_thread, signal.SIGTERM)
+                    else:
+                        self._requests.put(message)
                 elif ready or os.getppid() != parent:
                     break
         except (EOFError, ConnectionError):
             pass
-        except BaseException:
+        except Exception:
             logger.exception("AsyncCollector: the worker ends, as it can hear its trainer no more")
         self._orphaned = True
-        self._interrupt_main_thread()
+        signal.pthread_kill(self._main_thread, signal.SIGTERM)
         time.sleep(ORPHANED_S)
         os.killpg(0, signal.SIGKILL)
 
-    def _take(self, message: messages.ToWorker) -> None:
-        if isinstance(message, messages.Stop):
-            self._interrupt_main_thread()
-        else:
-            self._requests.put(message)
 
-    def _interrupt_main_thread(self) -> None:
-        main_thread = threading.main_thread().ident
-        assert main_thread is not None
-        signal.pthread_kill(main_thread, signal.SIGTERM)
+def _interrupt(*_: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Interrupted
 
 
 # What the trainer calls here, with the worker's collector as the first argument.

@@ -13,9 +13,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 from torchrl.collectors.utils import split_trajectories
@@ -28,27 +27,14 @@ from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.worker import POLL_S, Job, main
 
 SHUTDOWN_S = 10.0
-KILL_S = 1.0  # seconds in which a worker that has hung up has to end
-
-
-class Arrived(NamedTuple):
-    """A batch, counted from 1, and the number of frames that it counts as; none at the end."""
-
-    number: int
-    batch: Any = None
-    frames: int = 0
+KILL_S = 5.0  # seconds in which a worker that has hung up has to end
 
 
 class WorkerHandle:
     """A worker, which has been started: the source of its batches, and of answers to calls.
 
-    Several threads may use it. One of its own receives everything, and sees to the worker's end.
-    Who waits looks from time to time whether the worker has failed. Ctrl-C breaks off no message;
-    it may lose a batch that is being taken.
-
-    Args:
-        context: the context of multiprocessing.
-        job: makes the worker's collector.
+    Any thread may use it. One of its own receives everything and sees to the worker's end; those
+    who wait look from time to time whether that has come. Ctrl-C may lose the batch that it meets.
 
     Attributes:
         outdated: the last number of the batches that a call has made outdated.
@@ -64,20 +50,20 @@ class WorkerHandle:
         self._over = False
         self._failure: Callable[[], BaseException] | None = None
         self._asked = self._received = self.outdated = 0  # numbers of batches
-        self._batches: queue.SimpleQueue[Arrived] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[messages.Batch] = queue.SimpleQueue()
         self._calls: dict[int, queue.SimpleQueue[Any]] = {}
         self._numbers = itertools.count()
         self._mappings = Mappings()
+        self._released: list[int] = []  # segments of which the worker was not told yet
         self._thread = threading.Thread(target=self._run, daemon=True, name="fusedrl-worker")
-        self.process = context.Process(
-            target=main, args=(theirs, self._socket, job), name="fusedrl-collector"
-        )
+        ends = theirs, self._socket
+        self.process = context.Process(target=main, args=(*ends, job), name="fusedrl-collector")
         try:
             self.process.start()
             self.pid = self.process.pid
             self._thread.start()
         except BaseException as error:
-            self._socket.shutdown(socket.SHUT_RDWR)  # it ends if it was started
+            self._socket.shutdown(socket.SHUT_RDWR)  # a worker that has begun ends
             self._socket.close()
             if not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
                 raise
@@ -110,37 +96,36 @@ class WorkerHandle:
             self._post(messages.More(last))
             self._asked = last  # if Ctrl-C comes before this, the same request is sent again
 
-    def batch(self, timeout: float | None) -> Arrived:
-        """Wait for the next batch, and take it.
-
-        Raises:
-            TimeoutError: it does not arrive within ``timeout`` seconds.
-        """
+    def batch(self, timeout: float | None) -> messages.Batch:
+        """Wait for the next batch, and take it; ``TimeoutError`` after ``timeout`` seconds."""
         self.check()
         while True:
             self.ask(1)
             arrived = self._wait(self._batches, timeout)
-            if arrived.number <= self.outdated:
-                continue
-            if isinstance(arrived.batch, Exception):
-                raise arrived.batch
-            return arrived
+            if arrived.number > self.outdated:
+                break
+        if isinstance(arrived.batch, Exception):
+            raise arrived.batch
+        return arrived
 
-    def call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
+    def call(
+        self, function: Callable[..., Any], *args: Any, anew: bool = False, waits: bool = True
+    ) -> Any:
         """Call ``function(collector, *args)`` in the worker, between batches.
 
         Args:
             function: a function of the worker's collector.
             args: further arguments.
             anew: whether the call makes batches from before it outdated.
-
-        Raises:
-            Exception: the function's exception, with the worker's traceback as its cause.
+            waits: whether to return its result, or raise its exception; otherwise both are lost.
         """
+        self.check()
         number = next(self._numbers)
         answers = self._calls[number] = queue.SimpleQueue()
         try:
-            self.tell(function, *args, anew=anew, number=number)
+            self._post(messages.Call(number, cloudpickle.dumps((function, args)), anew))
+            if not waits:
+                return None
             result = self._wait(answers)
         finally:
             self._calls.pop(number, None)
@@ -148,29 +133,20 @@ class WorkerHandle:
             raise result.exception()
         return pickle.loads(result)
 
-    def tell(
-        self, function: Callable[..., Any], *args: Any, anew: bool = False, number: int = -1
-    ) -> None:
-        """As :meth:`call`, without waiting for an answer, which has this number."""
-        self.check()
-        if self._failure is not None:
-            raise self._failure()
-        self._post(messages.Call(number, cloudpickle.dumps((function, args)), anew))
-
     def _post(self, message: messages.ToWorker) -> None:
-        with contextlib.suppress(ConnectionError):  # who waits for an answer is told why
+        with contextlib.suppress(ConnectionError):  # those who wait are told of the worker's end
             post(self._socket, message)
 
     def _wait(self, arrivals: queue.SimpleQueue[Any], timeout: float | None = None) -> Any:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            failure = self._failure  # what came before it has arrived
-            seconds = min(POLL_S, deadline - time.monotonic())
+            failure = self._failure  # all that came before it has arrived
+            left = deadline - time.monotonic()
             with contextlib.suppress(queue.Empty):
-                return arrivals.get(timeout=0.0 if failure else max(seconds, 0.0))
+                return arrivals.get(timeout=0.0 if failure else max(min(left, POLL_S), 0.0))
             if failure is not None:
                 raise failure()
-            if seconds <= 0:
+            if left <= 0:
                 raise TimeoutError(
                     f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, "
                     "got none; raise timeout, or let it go on if a signal has stopped it"
@@ -179,74 +155,65 @@ class WorkerHandle:
     def stop(self, timeout: float) -> None:
         """Let the worker end by itself within ``timeout`` seconds, or else kill it.
 
-        It may be called again, also if the last call was interrupted.
+        It may be called again. After Ctrl-C the worker ends all the same.
         """
         self._deadline = min(self._deadline, time.monotonic() + timeout)
-        if not self._over:
-            with contextlib.suppress(OSError):
-                os.kill(self.pid, signal.SIGCONT)  # it may have been stopped
-            try:
-                post(self._socket, messages.Stop(), flags=socket.MSG_DONTWAIT)
-            except BlockingIOError:  # the socket is full
-                self._socket.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
-        if threading.current_thread() is self._thread:  # which collects garbage, and goes on then
-            return
         while not self._over:
-            time.sleep(0.01)  # Ctrl-C may leave a thread that is joined marked as ended
+            # It may have been stopped by a signal, and the socket be full for as long.
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGCONT)
+                post(self._socket, None, socket.MSG_DONTWAIT)
+            if threading.current_thread() is self._thread:
+                return  # it collects garbage, and goes on
+            time.sleep(0.01)
         self._socket.close()
         self.process.close()
-        self._mappings.close()
-        self._batches = queue.SimpleQueue()
+        self._batches, self._mappings = queue.SimpleQueue(), Mappings()
 
-    # The next methods run in the thread.
+    # What follows runs in the thread.
 
     def _run(self) -> None:
-        failure: Callable[[], BaseException] = self._ended
         try:
             while time.monotonic() < self._deadline:
                 ready = wait([self._socket, self.process.sentinel], POLL_S)
                 if self._socket in ready:
                     self._take(*receive(self._socket))
-                # A child of the worker may hold its end of the socket open, and the sentinel.
+                # A child of the worker may keep its end of the socket open, and the sentinel.
                 elif ready or not self.process.is_alive():
                     break
         except (EOFError, ConnectionError):
             pass
-        except BaseException as error:
-            failure = partial(_unreadable, error)
-        self.process.join(max(0.0, min(self._deadline - time.monotonic(), KILL_S)))
-        if self.process.exitcode != 0:  # what its environment has started ends too
-            self.process.kill()
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self.process.join()
-        self._failure = self._failure or failure
-        self._over = True
+        finally:
+            self.process.join(max(0.0, min(self._deadline - time.monotonic(), KILL_S)))
+            if self.process.exitcode != 0:
+                self.process.kill()
+                with contextlib.suppress(OSError):  # what its environment has started
+                    os.killpg(self.pid, signal.SIGKILL)
+                self.process.join()
+            self._failure = self._failure or self._ended
+            self._over = True
 
     def _take(self, message: messages.ToTrainer, descriptor: int | None) -> None:
         match message:
-            case messages.Batch(number, shared, frames):
-                batch = None if shared is None else self._unpacked(shared, descriptor)
-                self._batches.put(Arrived(number, batch, frames))
+            case messages.Batch(number, batch, frames):
+                try:
+                    batch = batch and self._mappings.unpack(batch, descriptor)
+                except Exception as error:
+                    batch = error
+                self._batches.put(messages.Batch(number, batch, frames))
                 self._received = number  # last, or ask() might ask for one too many
                 del batch
-                if released := self._mappings.released():
-                    self._post(messages.Released(released))
+                self._released += self._mappings.released()
+                # This thread must not wait for a worker that is stopped; the next batch tells it.
+                with contextlib.suppress(OSError):
+                    post(self._socket, messages.More(0, self._released), socket.MSG_DONTWAIT)
+                    self._released = []
             case messages.Answer(number, result, outdated):
                 self.outdated = max(self.outdated, outdated)
                 if (answers := self._calls.get(number)) is not None:
                     answers.put(result)
             case messages.Failure():
                 self._failure = message.exception
-
-    def _unpacked(self, shared: Any, descriptor: int | None) -> Any:
-        """A batch, or the error that is raised where it is taken."""
-        try:
-            return self._mappings.unpack(shared, descriptor)
-        except Exception as error:
-            return error
 
     def _ended(self) -> RuntimeError:
         if self._deadline < math.inf:
@@ -282,13 +249,13 @@ class WorkerBatches(BatchStream):
             self.forget()
         return super().prepare(advance)
 
-    def _wait(self) -> Arrived | None:
+    def _wait(self) -> messages.Batch | None:
         if self.frames >= self._collector.total_frames:
             return None
         arrived = self._worker.batch(self._collector.timeout)
         return None if arrived.batch is None else arrived
 
-    def _count(self, arrived: Arrived) -> bool:
+    def _count(self, arrived: messages.Batch) -> bool:
         if arrived.number <= self._worker.outdated:
             return False
         self.number = arrived.number
@@ -311,12 +278,3 @@ class WorkerBatches(BatchStream):
         if self.buffer is not None:
             batch.names = None
         return batch
-
-
-def _unreadable(error: BaseException) -> RuntimeError:
-    failure = RuntimeError(
-        f"worker: expected messages that can be read, got {type(error).__name__}: {error}; shut "
-        "the collector down and make another one"
-    )
-    failure.__cause__ = error
-    return failure
