@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import sys
@@ -21,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -223,13 +223,15 @@ class Worker:
         trainer: Any = multiprocessing.parent_process()
         parent = os.getppid()
         # A process that the trainer has forked may keep its ends of the socket and of a pipe open.
-        ends: list[Any] = [self._socket, trainer.sentinel]
+        ends = select.poll()
+        ends.register(self._socket, select.POLLIN)
+        ends.register(trainer.sentinel, select.POLLIN)
         with contextlib.suppress(OSError, AttributeError):
-            ends.append(os.pidfd_open(trainer.pid))
+            ends.register(os.pidfd_open(trainer.pid), select.POLLIN)
         try:
             while True:
-                ready = wait(ends, POLL_S)
-                if self._socket in ready:
+                ready = dict(ends.poll(POLL_S * 1000))
+                if self._socket.fileno() in ready:
                     message, _ = receive(self._socket)
                     if message is None:
                         signal.pthread_kill(self._main_thread, signal.SIGTERM)

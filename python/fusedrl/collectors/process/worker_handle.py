@@ -8,12 +8,12 @@ import math
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from typing import Any
 
 import cloudpickle
@@ -63,10 +63,10 @@ class WorkerHandle:
             self.pid = self.process.pid
             self._thread.start()
         except BaseException as error:
-            self._socket.shutdown(socket.SHUT_RDWR)  # a worker that has begun ends
-            self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # what has begun ends
             if not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
                 raise
+            self._socket.close()
             raise TypeError(
                 "create_env_fn, policy: expected what can be sent to another process, got "
                 f"{error}; pass functions that make them there (policy_factory=)"
@@ -173,10 +173,13 @@ class WorkerHandle:
     # What follows runs in the thread.
 
     def _run(self) -> None:
+        ends = select.poll()
+        ends.register(self._socket, select.POLLIN)
+        ends.register(self.process.sentinel, select.POLLIN)
         try:
             while time.monotonic() < self._deadline:
-                ready = wait([self._socket, self.process.sentinel], POLL_S)
-                if self._socket in ready:
+                ready = dict(ends.poll(POLL_S * 1000))
+                if self._socket.fileno() in ready:
                     self._take(*receive(self._socket))
                 # A child of the worker may keep its end of the socket open, and the sentinel.
                 elif ready or not self.process.is_alive():
