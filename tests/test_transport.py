@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from tensordict import (
@@ -20,7 +22,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs
 from transforms.dialogs import assert_rows_equal, rows
 
-from fusedrl.transport import Serialized, deserialize, serialize
+from fusedrl.transport import Contents, Serialized, deserialize, put_together, serialize
 
 
 def sent(value):
@@ -78,6 +80,10 @@ def test_nested_columns(layout):
     for key in list(data.keys()):
         assert got[key].layout == layout
         assert_rows_equal(got[key].unbind(), data[key].unbind())
+
+
+def test_a_nested_tensor_without_rows_keeps_its_dtype():
+    assert sent(torch.nested.nested_tensor([], dtype=torch.int64)).dtype == torch.int64
 
 
 def structure(value):
@@ -205,6 +211,18 @@ def test_a_tensor_that_occurs_twice_stays_one():
     got = sent([lazy_stack(rows), {"again": tensor}])
     first, second = got[0].tensordicts
     assert first["x"] is first["z"] is second["x"] is got[1]["again"]
+
+
+class Watch:
+    def __reduce__(self):
+        return gc.isenabled, ()
+
+
+def test_the_garbage_collector_waits_until_all_is_read():
+    assert sent([Watch()]) == [False] and gc.isenabled()
+    with pytest.raises(pickle.UnpicklingError):
+        put_together(Contents(b"no pickle", [], 64), np.zeros(64, np.uint8))
+    assert gc.isenabled()
 
 
 def test_what_is_got_can_be_worked_with():

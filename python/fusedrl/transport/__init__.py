@@ -17,8 +17,8 @@ import math
 import pickle
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache, partial
-from itertools import accumulate, chain, islice, pairwise
-from operator import attrgetter, itemgetter
+from itertools import accumulate, chain, islice, pairwise, repeat
+from operator import attrgetter, itemgetter, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,11 +36,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from fusedrl.compat import tensordict as compat
 
-# Where tensors are: their group, the index of the first and that after the last; or, where they are
-# not one after the other, the group and the index of each.
+# Where tensors are: their group, the first and the end; or the group and the index of each.
 Places = tuple[int, int, int] | list[tuple[int, int]]
 ALIGNMENT = 64
-_shape, _layout = attrgetter("shape"), attrgetter("layout")
 _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _CONSTANTS = {type(None), bool, int, str, torch.Size, torch.device}
 
@@ -92,7 +90,9 @@ class Call(NamedTuple):
 
 
 class Packer(pickle.Pickler):
-    """Takes one value apart.
+    """Takes one value apart: ``contents``, and tensors that are to be copied.
+
+    A tensor that occurs twice stays one; a tensordict becomes two. Of locks, the outermost is kept.
 
     Args:
         value: anything that can be pickled.
@@ -110,7 +110,7 @@ class Packer(pickle.Pickler):
         offset = 0
         known: dict[torch.Size, torch.Size] = {}  # equal shapes are one object in a pickle
         for (dtype, _), (_, members) in self._members.items():
-            shapes = [known.setdefault(shape, shape) for shape in map(_shape, members)]
+            shapes = [known.setdefault(shape, shape) for shape in map(attrgetter("shape"), members)]
             groups.append(Group(dtype, offset, shapes))
             nbytes = sum(map(math.prod, shapes)) * dtype.itemsize
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -123,7 +123,7 @@ class Packer(pickle.Pickler):
 
     @torch.no_grad()
     def copy(self, memory: Tensor) -> None:
-        """Write all tensors to a flat tensor of bytes, in one operation for each group."""
+        """Write all tensors to ``memory``, a flat tensor of ``contents.nbytes`` bytes."""
         for group, (_, members) in zip(self.contents.groups, self._members.values(), strict=True):
             flat = [t.reshape(-1) if t.ndim != 1 else t for t in members]
             nbytes = sum(map(Tensor.numel, flat)) * group.dtype.itemsize
@@ -134,33 +134,32 @@ class Packer(pickle.Pickler):
                 whole.copy_(torch.cat(flat))
 
     def reducer_override(self, obj: Any) -> Any:
-        """The function, and its arguments, that restore a tensor or a tensordict."""
-        if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
-            obj = obj.as_subclass(Tensor)
+        """What restores an object that is not pickled as usual: a function and its arguments."""
         cls = type(obj)
         if cls is Call:
             return obj
-        if cls is Tensor:
-            if self._are_dense([obj]):
-                return Call(_only, (self._tensors([obj]),))
-            if self._share and obj.is_cuda:
-                return reduce_tensor(obj.detach())  # the memory stays where it is
-            # torch's own pickling restores a view from the start of the storage, wherever it began.
-            if obj.is_nested and obj.layout == torch.strided:
-                rows = list(obj.detach().unbind())
-                return Call(torch.nested.as_nested_tensor, (rows, obj.dtype))
-        elif _is_record(cls):
-            return Call(_only, (self._records(cls, [obj]), bool(obj.is_locked)))
+        if _is_record(cls):
+            return Call(_only, (self._records(cls, [obj]), obj.is_locked))
+        if isinstance(obj, MemoryMappedTensor):  # its file may be gone by then
+            obj = obj.as_subclass(Tensor)
+        if type(obj) is not Tensor:
+            return NotImplemented
+        if self._are_dense([obj]):
+            return Call(_only, (self._tensors([obj]),))
+        if self._share and obj.is_cuda:
+            return reduce_tensor(obj.detach())  # the memory stays where it is
+        if obj.is_nested and obj.layout == torch.strided:
+            # pickle's own would restore a view from the start of its storage, wherever it began.
+            return Call(torch.nested.as_nested_tensor, (obj.detach().unbind(), obj.dtype))
         return NotImplemented
 
     def _are_dense(self, tensors: list[Tensor]) -> bool:
         """Whether tensors are plain memory that is to be copied."""
-        try:
-            list(map(_shape, tensors))
-        except RuntimeError:  # strided nested tensors have none
-            return False
-        return set(map(_layout, tensors)) == {torch.strided} and not any(
-            t.is_meta or t.dtype in _QUANTISED or (self._share and t.is_cuda) for t in tensors
+        return not any(
+            t.layout != torch.strided
+            or (t.is_nested or t.is_meta or t.dtype in _QUANTISED)
+            or (self._share and t.is_cuda)
+            for t in tensors
         )
 
     def _tensors(self, tensors: list[Tensor]) -> Call:
@@ -180,7 +179,7 @@ class Packer(pickle.Pickler):
         classes = set(map(type, values))
         if len(classes) > 1:
             return self._mixed(values, map(type, values), self._column)
-        for cls in classes:
+        for cls in classes:  # one, or none
             if cls is Tensor and self._are_dense(values):
                 return self._tensors(values)
             if _is_record(cls):
@@ -198,14 +197,15 @@ class Packer(pickle.Pickler):
         return Call(_mixed, (list(indices.values()), columns))
 
     def _records(self, cls: type, records: list[Any]) -> Call:
-        unlocked = {compat.LOCKED: False if cls is TensorDict else None}
-        states = [
-            {k: unlocked.get(k, v) for k, v in vars(x).items() if k not in compat.CACHES}
-            for x in records
-        ]
-        return Call(_records_of, (cls, self._dicts(states, self._attribute)))
+        states = self._dicts(list(map(vars, records)), partial(self._attribute, cls))
+        return Call(_records_of, (cls, states))
 
-    def _attribute(self, name: str, values: list[Any]) -> Any:
+    def _attribute(self, cls: type, name: str, values: list[Any]) -> Any:
+        """A column of what records have as one attribute; ``None`` if it is left out."""
+        if name in compat.CACHES:
+            return None
+        if name == compat.LOCKED:  # of a stack, None asks its rows
+            return _plain([False if cls is TensorDict else None] * len(values))
         if name == compat.ROWS:
             rows = self._column(list(chain.from_iterable(values)))
             return Call(_lists, (list(map(len, values)), rows))
@@ -221,9 +221,9 @@ class Packer(pickle.Pickler):
         kinds = set(map(tuple, values))
         if len(kinds) > 1:
             return self._mixed(values, map(tuple, values), lambda v: self._dicts(v, column))
-        (keys,) = kinds
-        columns = [column(key, list(map(itemgetter(key), values))) for key in keys]
-        return Call(_dicts, (len(values), keys, columns))
+        columns = {k: column(k, list(map(itemgetter(k), values))) for kind in kinds for k in kind}
+        columns = {key: made for key, made in columns.items() if made is not None}
+        return Call(_dicts, (len(values), tuple(columns), list(columns.values())))
 
 
 @cache
@@ -240,13 +240,13 @@ def _plain(values: list[Any]) -> Any:
     first, classes = values[0], set(map(type, values))
     # Values of two classes may be equal, as 1 and True are, or not comparable, as arrays are not.
     if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
-        return Call(_equal, (first, len(values)))
+        return Call(mul, ([first], len(values)))
     return values
 
 
 def put_together(contents: Contents, memory: np.ndarray[Any, Any]) -> Any:
     """Restore the value; its tensors lie in ``memory``, a flat array of bytes, without a copy."""
-    # Every new object makes the garbage collector search all that were there, and it finds nothing.
+    # Many new objects would make the garbage collector search all that there are, again and again.
     enabled = gc.isenabled()
     try:
         gc.disable()
@@ -277,7 +277,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        # A method would keep this unpickler, which remembers what it found, and so all tensors.
+        # No method: this unpickler remembers what it found, and would keep itself and all tensors.
         return partial(found, self._groups) if found is _tensors_of else found
 
 
@@ -286,10 +286,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _only(values: list[Any], locked: bool = False) -> Any:
     return values[0].lock_() if locked else values[0]
-
-
-def _equal(value: Any, count: int) -> list[Any]:
-    return [value] * count
 
 
 def _tensors_of(groups: list[list[Tensor]], places: Places) -> list[Tensor]:
@@ -314,7 +310,7 @@ def _lists(lengths: list[int], elements: list[Any]) -> list[list[Any]]:
 def _dicts(count: int, keys: tuple[str, ...], columns: list[list[Any]]) -> list[dict[str, Any]]:
     if not keys:
         return [{} for _ in range(count)]
-    return [dict(zip(keys, row, strict=True)) for row in zip(*columns, strict=True)]
+    return list(map(dict, map(zip, repeat(keys), zip(*columns, strict=True))))
 
 
 def _records_of(cls: Any, states: list[dict[str, Any]]) -> list[Any]:
