@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
-from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
+from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.shared_batches import Segments
 
 
@@ -30,11 +32,13 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def pack_on_request(connection: Any) -> None:
+def pack_on_request(end: socket.socket) -> None:
     """Pack ``ragged(*arguments)`` for each message, and say how many files are open."""
     segments = Segments()
-    while (got := connection.recv()) is not None:
+    while (got := receive(end)[0]) is not None:
         arguments, released = got
         segments.release(released)
-        connection.send((segments.pack(ragged(*arguments)), open_files()))
-    segments.close()
+        shared, descriptor = segments.pack(ragged(*arguments))
+        post(end, (shared, open_files() - (descriptor is not None)), descriptor=descriptor)
+        if descriptor is not None:
+            os.close(descriptor)

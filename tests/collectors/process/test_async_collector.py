@@ -19,6 +19,8 @@ from fusedrl import (
     WeightChannel,
 )
 
+from .ends import until
+
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 
@@ -107,7 +109,7 @@ def test_stale_batches_are_dropped_and_counted(make, caplog):
         track_policy_version=True,
     )
     first = collector.next()
-    collector._worker.batch(collector._batches.number, None)  # the next one is there, and stays
+    until(collector._worker._batches.qsize)  # the next one is there
     collector.update_policy_weights_(weights_of(2.0))
     rest = list(collector)
     assert first["low"].unique().tolist() == [1.0]

@@ -96,7 +96,7 @@ def test_shutdown_in_the_middle_of_a_batch_closes_the_environment(make, tmp_path
 def test_a_worker_that_does_not_end_is_killed(make, tmp_path):
     collector = make(partial(Deaf, str(tmp_path)), prefetch=1)
     pid = collector.procs[0].pid
-    collector._worker.ask(0, 1)
+    collector._worker.ask(1)
     until((tmp_path / "steps").exists)
     collector.shutdown(timeout=0.1)
     assert not is_there(pid)

@@ -1,13 +1,17 @@
-"""What is told of an exception, and which processes a process has started."""
+"""What is told of an exception, and messages of any size."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import socket
 
 import pytest
 from async_workers import Odd, Unspeakable
+from shared_batch_workers import open_files
 
-from fusedrl.collectors.process.messages import Failure
+from fusedrl.collectors.process.messages import PACKET, Call, Failure, post, receive
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,43 @@ def test_an_exception_arrives_whatever_it_is(error, kind, told):
     assert text.count("Traceback") == 1 and told in text and __name__.split(".")[-1] in text
     if kind is RuntimeError:
         assert told in str(arrived)
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_message_arrives_whatever_its_size(tmp_path, has_file):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    (tmp_path / "file").write_text("told")
+    files = open_files()
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY) if has_file else None
+    few = PACKET - len(pickle.dumps(Call(1, bytes(PACKET), anew=False))) + PACKET
+    assert len(pickle.dumps(Call(1, bytes(few), anew=False))) == PACKET
+    sizes = [0, few, few + 1, 10 * PACKET, 10_000_000]
+    for size in sizes:
+        post(ours, Call(1, bytes(size), anew=False), descriptor=descriptor)
+    if descriptor is not None:
+        os.close(descriptor)
+    ours.close()
+    for size in sizes:
+        message, arrived = receive(theirs)
+        assert message == Call(1, bytes(size), anew=False) and (arrived is not None) == has_file
+        if arrived is not None:
+            assert os.pread(arrived, 10, 0) == b"told"
+            os.close(arrived)
+    with pytest.raises(EOFError):
+        receive(theirs)
+    assert open_files() == files - 1
+    theirs.close()
+
+
+def test_a_full_socket_takes_no_part_of_a_message():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            post(ours, sent, socket.MSG_DONTWAIT)
+            sent += 1
+    ours.close()
+    assert [receive(theirs)[0] for _ in range(sent)] == [*range(sent)]
+    with pytest.raises(EOFError):
+        receive(theirs)
+    theirs.close()

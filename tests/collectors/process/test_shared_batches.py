@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shared_batch_workers import open_files, pack_on_request, ragged
 from tensordict import TensorDict, lazy_stack
 
 from fusedrl.collectors.process import shared_batches
+from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.shared_batches import Mappings, Segments
 
 MAPS = Path("/proc/self/maps")
@@ -31,15 +33,12 @@ class Ends:
         self.segments, self.mappings = Segments(), Mappings()
 
     def send(self, batch: Any) -> Any:
-        return self.mappings.unpack(self.segments.pack(batch))
+        return self.mappings.unpack(*self.segments.pack(batch))
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends()
-    yield made
-    made.mappings.close()
-    made.segments.close()
+def ends() -> Ends:
+    return Ends()
 
 
 def mapped_at(tensor: torch.Tensor) -> bool:
@@ -50,6 +49,10 @@ def mapped_at(tensor: torch.Tensor) -> bool:
             if start <= tensor.data_ptr() < end:
                 return True
     return False
+
+
+def segments_mapped() -> int:
+    return MAPS.read_text().count("fusedrl-batch")
 
 
 def tokens(batch: Any) -> list[list[int]]:
@@ -88,42 +91,39 @@ def test_a_segment_is_in_use_while_anything_over_it_is(ends, keep):
     kept = keep(ends.send(ragged()))
     gc.collect()
     assert ends.mappings.released() == []
-    other = ends.segments.pack(ragged(first=50))
-    assert other.index == 1
+    assert ends.segments.pack(ragged(first=50))[0].segment == 1
     del kept
     gc.collect()
     assert ends.mappings.released() == [0]
     ends.segments.release([0])
-    assert ends.segments.pack(ragged()).index == 0
+    assert ends.segments.pack(ragged())[0].segment == 0
 
 
-def test_a_segment_grows_with_its_batch(ends):
+def test_a_batch_that_is_too_large_for_a_free_segment_gets_one(ends):
     kept = ends.send(ragged())
-    for length in (1000, 1_000_000):
+    for length in (1000, 1_000_000, 1000):
         got = ends.send(TensorDict(x=torch.arange(length)))
         assert torch.equal(got["x"], torch.arange(length))
         del got
-        released = ends.mappings.released()
-        assert released == [1]
-        ends.segments.release(released)
-    assert tokens(kept) == tokens(ragged())
+        ends.segments.release(ends.mappings.released())
+    assert tokens(kept) == tokens(ragged()) and segments_mapped() == 2 * 3
 
 
 def test_the_memory_of_many_free_segments_is_given_back(ends):
     big = TensorDict(x=torch.ones(2**20, dtype=torch.uint8))
     batches = [ends.send(big) for _ in range(10)]
+    assert segments_mapped() == 2 * 10
     del batches
     ends.segments.release(ends.mappings.released())
-    blocks = [os.fstat(s.descriptor).st_blocks * 512 for s in ends.segments._segments]
-    assert sum(size > 0 for size in blocks) == shared_batches.SPARE
+    assert ends.send(big)["x"].eq(1).all()
+    assert segments_mapped() == 2 * (shared_batches.SPARE + 1)
     for _ in range(10):
         assert ends.send(big)["x"].eq(1).all()
 
 
 def test_batches_that_are_kept_survive_both_ends(ends):
     batches = [ends.send(ragged(first=n)) for n in range(5)]
-    ends.mappings.close()
-    ends.segments.close()
+    del ends.mappings, ends.segments
     assert [tokens(b) for b in batches] == [tokens(ragged(first=n)) for n in range(5)]
 
 
@@ -153,27 +153,21 @@ class Worker:
 
     def __init__(self) -> None:
         gc.collect()  # files of what other tests left are closed before these are counted
-        self.connection, theirs = processes.Pipe()
+        self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = processes.Process(target=pack_on_request, args=(theirs,))
         self.process.start()
         theirs.close()
         self.mappings = Mappings()
         self.descriptors: list[int] = []
 
-    def shared(self, *arguments: int) -> Any:
-        self.connection.send((arguments, self.mappings.released()))
-        assert self.connection.poll(60)
-        shared, descriptors = self.connection.recv()
+    def shared(self, *arguments: int) -> tuple[Any, int | None]:
+        post(self.end, (arguments, self.mappings.released()))
+        (shared, descriptors), descriptor = receive(self.end)
         self.descriptors.append(descriptors)
-        return shared
+        return shared, descriptor
 
     def batch(self, *arguments: int) -> Any:
-        return self.mappings.unpack(self.shared(*arguments))
-
-    def end(self) -> None:
-        self.connection.send(None)
-        self.process.join(60)
-        assert self.process.exitcode == 0
+        return self.mappings.unpack(*self.shared(*arguments))
 
 
 @pytest.fixture
@@ -183,33 +177,37 @@ def worker() -> Iterator[Worker]:
     if made.process.is_alive():
         made.process.kill()
     made.process.join()
-    made.connection.close()
+    made.end.close()
 
 
 @pytest.mark.heavy
 def test_nothing_is_left_of_many_batches(worker):
     worker.batch()
     before = open_files()
-    for n in range(200):
+    for n in range(100):
         assert worker.batch(3, n)[2]["tokens"][0] == 100 * (n + 2)
+    kept = [worker.batch(3, n) for n in range(100)]
+    assert [batch[0]["tokens"][0] for batch in kept] == [*range(0, 10_000, 100)]
     assert open_files() == before
+    del kept
     assert worker.descriptors[-1] == worker.descriptors[0]
     pids = str(os.getpid()), str(worker.process.pid)
     named = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in named if any(pid in name.split("_") for pid in pids)]
-    worker.end()
-    worker.mappings.close()
+    post(worker.end, None)
+    worker.process.join()
+    assert worker.process.exitcode == 0
+    del worker.mappings
     assert "fusedrl-batch" not in MAPS.read_text()
 
 
 @pytest.mark.heavy
 def test_batches_outlive_a_worker_that_is_killed(worker):
     batches = [worker.batch(4, n) for n in range(4)]
-    lost = worker.shared()
+    lost = worker.shared(4, 9)
     os.kill(worker.process.pid, signal.SIGKILL)
     worker.process.join()
     assert [tokens(b) for b in batches] == [tokens(ragged(4, n)) for n in range(4)]
     batches[0][1]["tokens"].fill_(7)
     assert batches[0][1]["tokens"].tolist() == [7, 7]
-    with pytest.raises(RuntimeError, match="expected the process that packed it to run"):
-        worker.mappings.unpack(lost)
+    assert tokens(worker.mappings.unpack(*lost)) == tokens(ragged(4, 9))

@@ -26,6 +26,7 @@ from fusedrl.collectors.process.worker import (
     load_state,
     make_collector,
     set_seed,
+    set_version,
     state_on_cpu,
 )
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerBatches, WorkerHandle
@@ -303,7 +304,7 @@ class AsyncCollector(_AsyncCollector):
         """Count a version, also in the worker. The versions of a channel count by themselves."""
         version = self._weights.count()
         if version is not None and not self.closed:
-            self._worker.set_version(version)
+            self._worker.call(set_version, version, waits=False)
 
     def _call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
         self._thread.check()

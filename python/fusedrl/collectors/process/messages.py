@@ -1,16 +1,24 @@
-"""The messages between a trainer and its worker, and what is said in them of an exception."""
+"""The messages between a trainer and its worker, and what is said in them of an exception.
+
+A message is a packet, which arrives whole or not at all, whoever is killed or interrupted.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import pickle
+import socket
 import traceback
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
 
-from fusedrl.collectors.process.shared_batches import SharedBatch
+PACKET = 1 << 15  # bytes, of which some hundred packets fit into a socket
+IN_A_FILE = b"in a file"
 
 
 @dataclass(frozen=True)
@@ -34,28 +42,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class SetVersion:
-    """Set the version of the collector's tracker, also while a batch is collected."""
-
-    version: Any
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the worker within ``timeout`` seconds."""
-
-    timeout: float
-
-
-@dataclass(frozen=True)
 class Batch:
-    """A batch, counted from 1, and the number of frames that it counts as.
+    """A batch, counted from 1, and its frames; none if the worker's collector has ended.
 
-    There is none of this number if the worker's collector has ended.
+    It is where it lies, and itself or the error of unpacking it once the trainer has received it.
     """
 
     number: int
-    shared: SharedBatch | None = None
+    batch: Any = None
     frames: int = 0
 
 
@@ -101,5 +95,38 @@ class Failure:
         return error
 
 
-ToWorker = More | Call | SetVersion | Stop
+ToWorker = More | Call | None  # None stops it
 ToTrainer = Batch | Answer | Failure
+
+
+def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | None = None) -> None:
+    """Send a message, with the descriptor of a file if one is given, from any thread."""
+    data, descriptors = pickle.dumps(message), [] if descriptor is None else [descriptor]
+    with contextlib.ExitStack() as stack:
+        if len(data) > PACKET:
+            # map() leaves Ctrl-C no place between a descriptor and the file that will close it.
+            (file,) = map(open, map(os.memfd_create, ["fusedrl-message"]), ["w+b"])
+            stack.enter_context(file)
+            file.write(data)
+            file.flush()
+            data, descriptors = IN_A_FILE, [file.fileno(), *descriptors]
+        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors)
+        end.sendmsg([data], [rights], flags)
+
+
+def receive(end: socket.socket) -> tuple[Any, int | None]:
+    """The next message, and the descriptor that came with it; ``EOFError`` if there will be none.
+
+    Raises:
+        OSError: this process may open no more files.
+    """
+    data, descriptors, flags, _ = socket.recv_fds(end, PACKET, 2)
+    if not data:
+        raise EOFError
+    if flags & socket.MSG_CTRUNC:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    if data == IN_A_FILE:
+        with os.fdopen(descriptors.pop(0), "rb") as file:
+            file.seek(0)
+            data = file.read()
+    return pickle.loads(data), descriptors[0] if descriptors else None

@@ -1,7 +1,6 @@
 """The worker process of an ``AsyncCollector``, which collects into shared memory.
 
-The main thread collects. A second one receives the trainer's messages, also while a batch is
-collected, and a third one waits for the trainer to end.
+The main thread collects. A second one receives the trainer's messages, and waits for its end.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ import multiprocessing
 import os
 import pickle
 import queue
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -29,8 +30,8 @@ import torch
 import torchrl
 from torch import Tensor, nn
 
-from fusedrl.collectors.process import messages, process_tree
-from fusedrl.collectors.process.messages import Failure
+from fusedrl.collectors.process import messages
+from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.collectors.state import load_or_undo
@@ -38,42 +39,41 @@ from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import frames_of, policy_with_state
 from fusedrl.weights.follow import Attachment, follow_channel, trackers_of
 
-POLL_S = 0.5  # how often to check a process whose sentinel another process may keep open
+POLL_S = 0.2  # how often to check a process whose sentinel another process may keep open
 ORPHANED_S = 1.0  # seconds to end in, once the trainer is gone
 
 logger = logging.getLogger("fusedrl")
 
 
 class Job:
-    """A function that makes the collector, which the worker unpacks where it can report errors.
+    """Gives the worker a function that makes the collector, unpacked where errors are reported.
 
-    Tensors that a channel has ``brought`` by then arrive on the meta device.
+    Tensors that a channel has ``brought`` by then arrive on the meta device. A forked process gets
+    the trainer's own function.
     """
 
     def __init__(self, make: Callable[[], Any], brought: Iterable[Tensor] = ()) -> None:
-        self._make: Callable[[], Any] | None = make
+        self._make = make
         self._brought = {id(tensor): tensor for tensor in brought}
-        self._data = b""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __call__(self) -> Callable[[], Any]:
+        """The function."""
+        return self._make
+
+    def __reduce__(self) -> Any:
         """Pickle the function, while the process is started and locks can be pickled too."""
         file = io.BytesIO()
-        _Pickler(file, self._brought).dump(self._make)
-        return {"_make": None, "_brought": {}, "_data": file.getvalue()}
-
-    def __call__(self) -> Any:
-        """Make the collector; a forked process calls the trainer's own function."""
-        make = pickle.loads(self._data) if self._make is None else self._make
-        return make()
+        pickler = _Pickler(file)
+        pickler.brought = self._brought
+        pickler.dump(self._make)
+        return partial, (pickle.loads, file.getvalue())
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, brought: dict[int, Tensor]) -> None:
-        super().__init__(file)
-        self._brought = brought
+    brought: dict[int, Tensor]
 
     def reducer_override(self, obj: Any) -> Any:
-        if id(obj) in self._brought:
+        if id(obj) in self.brought:
             return _empty, (obj.shape, obj.dtype, isinstance(obj, nn.Parameter))
         return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -86,14 +86,9 @@ def _empty(shape: torch.Size, dtype: torch.dtype, is_parameter: bool) -> Tensor:
 def make_collector(
     options: AsyncOptions, arguments: dict[str, Any], schemes: dict[str, Any]
 ) -> Any:
-    """A collector whose models follow their channels.
+    """A collector whose models follow the channels of ``schemes``, named like them.
 
     The weights of the policy may lie on the meta device until their scheme brings them.
-
-    Args:
-        options: the arguments that the worker got.
-        arguments: those for the constructor of the collector.
-        schemes: the schemes that bring weights, by the names of their models.
     """
     torch.set_num_threads(options.num_sub_threads)
     if options.init_fn is not None:
@@ -118,15 +113,17 @@ class Interrupted(BaseException):
     """Raised in the main thread, wherever it is, when the worker has to end."""
 
 
-def main(connection: Connection, job: Job) -> None:
-    """Collect what the trainer requests, until the connection is closed or it says stop."""
-    # Ctrl-C goes to the trainer and its workers, and the trainer tells the workers what to do.
+def main(end: socket.socket, trainers_end: socket.socket, job: Job) -> None:
+    """Collect what the trainer requests, until it says stop or ends."""
+    trainers_end.close()
+    # A signal to the trainer's group does not come here, and one to this group reaches what the
+    # environment starts. Launchers send Ctrl-C to each process.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     with warnings.catch_warnings():
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")
-        Worker(connection).run(job)
+        Worker(end).run(job)
     # A spawned process runs this first at its exit; a forked one does not run it.
     atexit.register(_leave)
 
@@ -145,57 +142,49 @@ def _leave() -> None:
 
 
 class Worker:
-    """Runs a collector for the trainer.
+    """Runs a collector for the trainer, at the other end of a socket."""
 
-    Args:
-        connection: the connection to the trainer.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
-        self._requests: queue.SimpleQueue[messages.More | messages.Call] = queue.SimpleQueue()
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._requests: queue.SimpleQueue[messages.ToWorker] = queue.SimpleQueue()
         self._made = self._wanted = 0  # numbers of batches
         self._orphaned = False
-        self._interruptible = True
         self._segments = Segments()
         self._collector: Any = None
         self._batches: Iterator[Any] | None = None
+        self._main_thread = threading.get_ident()
 
     def run(self, job: Job) -> None:
         """Make the collector, then collect and answer until the end."""
         try:
-            signal.signal(signal.SIGTERM, self._interrupt)
-            for name, target in (("listen", self._listen), ("watch", self._watch)):
-                threading.Thread(target=target, daemon=True, name=f"fusedrl-{name}").start()
-            self._work(job)
-        except Interrupted:  # also while an error is sent: the trainer needs no answer then
-            pass
-        finally:
-            self._interruptible = False
-            self._close()
-
-    def _work(self, job: Job) -> None:
-        try:
-            self._collector = job()
+            signal.signal(signal.SIGTERM, _interrupt)
+            threading.Thread(target=self._listen, daemon=True, name="fusedrl-listen").start()
+            self._collector = job()()
             while True:
                 self._do_next()
         except Interrupted:
-            raise
+            pass
         except BaseException as error:  # also SystemExit, which a policy or a tool may raise
-            self._send(Failure.of(error))
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._send(messages.Failure.of(error))
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with contextlib.suppress(Exception):
+                if self._collector is not None:
+                    self._collector.shutdown()
+            if self._orphaned:
+                os.killpg(0, signal.SIGKILL)
 
     def _do_next(self) -> None:
         """Do what the trainer asks for next; calls come before batches."""
-        request = None
-        with contextlib.suppress(queue.Empty):
-            request = self._requests.get(block=self._made >= self._wanted)
-        if request is None:
+        if self._made < self._wanted and self._requests.empty():
             self._made += 1
             self._collect(self._made)
-        elif isinstance(request, messages.Call):
+            return
+        request = self._requests.get()
+        if isinstance(request, messages.Call):
             self._answer(request)
-        else:
+        elif request is not None:
             self._wanted = max(self._wanted, request.last)
             self._segments.release(request.released)
 
@@ -210,92 +199,68 @@ class Worker:
             return
         counted = frames_of(collector)
         frames = batch.numel() if counted is None else counted - before
-        self._send(messages.Batch(number, self._segments.pack(batch), frames))
+        shared, descriptor = self._segments.pack(batch)
+        self._send(messages.Batch(number, shared, frames), descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _answer(self, call: messages.Call) -> None:
         try:
             function, args = pickle.loads(call.pickled)
             result = cloudpickle.dumps(function(self._collector, *args))
         except Exception as error:
-            self._send(messages.Answer(call.number, Failure.of(error)))
+            self._send(messages.Answer(call.number, messages.Failure.of(error)))
         else:
             outdated = self._made if call.anew else 0
             self._send(messages.Answer(call.number, result, outdated))
 
-    def _send(self, message: messages.ToTrainer) -> None:
-        data = pickle.dumps(message)
-        # An error here is that the trainer is gone, and this process will end.
-        with contextlib.suppress(OSError), self._sending:
-            self._connection.send_bytes(data)
-
-    def _close(self) -> None:
-        if self._collector is not None:
-            with contextlib.suppress(Exception):
-                self._collector.shutdown()
-        self._segments.close()
-        if self._orphaned:
-            process_tree.send(signal.SIGKILL, process_tree.descendants(os.getpid()))
-
-    def _interrupt(self, *_: Any) -> None:
-        if self._interruptible:
-            self._interruptible = False
-            raise Interrupted
-
-    # The next methods run in the threads that receive and watch.
+    def _send(self, message: messages.ToTrainer, descriptor: int | None = None) -> None:
+        with contextlib.suppress(ConnectionError):  # the trainer is gone, and this process ends
+            post(self._socket, message, descriptor=descriptor)
 
     def _listen(self) -> None:
+        """Receive messages in a thread, and end the process once the trainer has ended."""
+        trainer: Any = multiprocessing.parent_process()
+        parent = os.getppid()
+        # A process that the trainer has forked may keep its ends of the socket and of a pipe open.
+        ends = select.poll()
+        ends.register(self._socket, select.POLLIN)
+        ends.register(trainer.sentinel, select.POLLIN)
+        with contextlib.suppress(OSError, AttributeError):
+            ends.register(os.pidfd_open(trainer.pid), select.POLLIN)
         try:
             while True:
-                self._take(self._connection.recv())
-        except (EOFError, OSError):  # the trainer has closed its end
+                ready = dict(ends.poll(POLL_S * 1000))
+                if self._socket.fileno() in ready:
+                    message, _ = receive(self._socket)
+                    if message is None:
+                        signal.pthread_kill(self._main_thread, signal.SIGTERM)
+                    else:
+                        self._requests.put(message)
+                elif ready or os.getppid() != parent:
+                    break
+        except (EOFError, ConnectionError):
             pass
-        except BaseException as error:
+        except Exception:
             logger.exception("AsyncCollector: the worker ends, as it can hear its trainer no more")
-            self._send(Failure.of(error))
-        self._abandon()
-
-    def _watch(self) -> None:
-        """Wait for the end of the trainer.
-
-        Pipes do not tell, because a process that the trainer has forked may keep their ends open.
-        """
-        trainer = multiprocessing.parent_process()
-        assert trainer is not None and trainer.pid is not None
-        parent = os.getppid()
-        ends: list[Any] = [trainer.sentinel]
-        # Some kernels, sandboxes and builds of Python have no pidfd_open.
-        with contextlib.suppress(OSError, AttributeError):
-            ends.append(os.pidfd_open(trainer.pid))
-        while not wait(ends, POLL_S) and os.getppid() == parent:
-            pass
-        self._abandon()
-
-    def _abandon(self) -> NoReturn:
         self._orphaned = True
-        self._stop(ORPHANED_S)
+        signal.pthread_kill(self._main_thread, signal.SIGTERM)
+        time.sleep(ORPHANED_S)
+        os.killpg(0, signal.SIGKILL)
 
-    def _take(self, message: messages.ToWorker) -> None:
-        match message:
-            case messages.More() | messages.Call():
-                self._requests.put(message)
-            case messages.SetVersion(version):
-                if self._collector is not None:
-                    for tracker in trackers_of(self._collector):
-                        tracker.version = version
-            case messages.Stop(timeout):
-                self._stop(timeout)
 
-    def _stop(self, timeout: float) -> NoReturn:
-        """Interrupt the main thread, and end the process if that does not end it in time."""
-        main_thread = threading.main_thread().ident
-        assert main_thread is not None
-        signal.pthread_kill(main_thread, signal.SIGTERM)
-        time.sleep(timeout)
-        process_tree.send(signal.SIGKILL, process_tree.descendants(os.getpid()))
-        os._exit(1)
+def _interrupt(*_: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Interrupted
 
 
 # What the trainer calls here, with the worker's collector as the first argument.
+
+
+def set_version(collector: Any, version: Any) -> None:
+    """Tag what is collected from now on with this version."""
+    for tracker in trackers_of(collector):
+        tracker.version = version
 
 
 def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
@@ -316,5 +281,5 @@ def load_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None
     """Load a state, in which a policy that has weights has them too, or change nothing."""
     strict = has_weights and policy_with_state(collector) is not None
     load_or_undo(collector, state, strict=strict)
-    for tracker in trackers_of(collector) if "policy_version" in state else ():
-        tracker.version = state["policy_version"]
+    if "policy_version" in state:
+        set_version(collector, state["policy_version"])

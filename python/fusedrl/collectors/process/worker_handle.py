@@ -5,85 +5,36 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import multiprocessing
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
-from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable
+from typing import Any
 
 import cloudpickle
 from torchrl.collectors.utils import split_trajectories
 
 from fusedrl.collectors.batch_stream import SHUT_DOWN, Advance, BatchStream, Ready
 from fusedrl.collectors.policy_version import mark_padding
-from fusedrl.collectors.process import messages, process_tree
+from fusedrl.collectors.process import messages
+from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.worker import POLL_S, Job, main
 
 SHUTDOWN_S = 10.0
-KILL_S = 1.0  # seconds that are added to the time in which a worker has to end by itself
-
-
-class Arrived(NamedTuple):
-    """A batch, counted from 1, and the number of frames that it counts as; none at the end."""
-
-    number: int
-    batch: Any = None
-    frames: int = 0
-
-
-class Future:
-    """A result that one thread waits for and another one sets.
-
-    Ctrl-C may interrupt waiting anywhere, and it can be repeated. In the futures of Python's
-    library it may leave a lock locked, which the thread that sets the result needs.
-    """
-
-    def __init__(self) -> None:
-        self._set = False
-        self._value: Any = None
-        self._error: Callable[[], BaseException] | None = None
-        self._gate = threading.Lock()
-        self._gate.acquire()
-
-    def set(self, value: Any = None, error: Callable[[], BaseException] | None = None) -> None:
-        """Set the result, or what makes the exception; later calls change nothing."""
-        if not self._set:
-            self._value, self._error = value, error
-            self._set = True
-            with contextlib.suppress(RuntimeError):  # another thread has set it at the same time
-                self._gate.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the result; whether there is one after ``timeout`` seconds."""
-        if not self._set and self._gate.acquire(timeout=-1 if timeout is None else timeout):
-            self._gate.release()  # for another thread that waits
-        return self._set
-
-    def result(self) -> Any:
-        """The result, once it is set."""
-        if self._error is not None:
-            raise self._error()
-        return self._value
+KILL_S = 5.0  # seconds in which a worker that has hung up has to end
 
 
 class WorkerHandle:
     """A worker, which has been started: the source of its batches, and of answers to calls.
 
-    Several threads may use it. Each batch and each call has a future, which a thread that receives
-    sets, and all have the same error once the worker has ended. Ctrl-C loses nothing: a batch stays
-    in its future until the trainer has taken it, and requests name the last batch that is wanted.
-
-    Args:
-        context: the context of multiprocessing.
-        job: makes the worker's collector.
+    Any thread may use it. One of its own receives everything and sees to the worker's end; those
+    who wait look from time to time whether that has come. Ctrl-C may lose the batch that it meets.
 
     Attributes:
         outdated: the last number of the batches that a call has made outdated.
@@ -93,38 +44,35 @@ class WorkerHandle:
     """
 
     def __init__(self, context: Any, job: Job) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        self.process = context.Process(target=main, args=(theirs, job), name="fusedrl-collector")
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._trainer = os.getpid()
+        self._deadline = math.inf  # until when the worker has to end
+        self._over = False
+        self._failure: Callable[[], BaseException] | None = None
+        self._asked = self._received = self.outdated = 0  # numbers of batches
+        self._batches: queue.SimpleQueue[messages.Batch] = queue.SimpleQueue()
+        self._calls: dict[int, queue.SimpleQueue[Any]] = {}
+        self._numbers = itertools.count()
+        self._mappings = Mappings()
+        self._released: list[int] = []  # segments of which the worker was not told yet
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fusedrl-worker")
+        ends = theirs, self._socket
+        self.process = context.Process(target=main, args=(*ends, job), name="fusedrl-collector")
         try:
-            with _undisturbed():
-                self.process.start()
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            self._connection.close()
+            self.process.start()
+            self.pid = self.process.pid
+            self._thread.start()
+        except BaseException as error:
+            self._socket.shutdown(socket.SHUT_RDWR)  # what has begun ends
+            if not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
+                raise
+            self._socket.close()
             raise TypeError(
                 "create_env_fn, policy: expected what can be sent to another process, got "
                 f"{error}; pass functions that make them there (policy_factory=)"
             ) from error
         finally:
             theirs.close()
-        self._trainer, self.pid = os.getpid(), self.process.pid
-        self._stopped = False
-        self._failure: Callable[[], BaseException] | None = None
-        self._asked = self.outdated = 0
-        self._batches: dict[int, Future] = {}
-        self._calls: dict[int, Future] = {}
-        self._numbers = itertools.count()
-        self._mappings = Mappings()
-        # Ctrl-C in the middle of a message would spoil all later ones, so that threads send and
-        # receive. Neither waits for the other: both sides may send messages of any size.
-        self._outbox: queue.SimpleQueue[messages.ToWorker | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=target, daemon=True, name=f"fusedrl-{name}")
-            for name, target in zip(
-                ("read", "write", "watch"), (self._read, self._write, self._watch), strict=True
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def is_inherited(self) -> bool:
@@ -133,7 +81,7 @@ class WorkerHandle:
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if the worker can no longer be used from this process."""
-        if self._stopped:
+        if self._deadline < math.inf:
             raise RuntimeError(SHUT_DOWN)
         if self.is_inherited:
             raise RuntimeError(
@@ -141,178 +89,137 @@ class WorkerHandle:
                 "make another one here"
             )
 
-    def ask(self, taken: int, ahead: int) -> None:
-        """Request ``ahead`` batches after those that are taken."""
-        last = max(taken, self.outdated) + ahead
+    def ask(self, ahead: int) -> None:
+        """Request ``ahead`` batches after those that are taken, or that Ctrl-C has lost."""
+        last = self._received - self._batches.qsize() + ahead
         if last > self._asked:
-            self._outbox.put(messages.More(last))
+            self._post(messages.More(last))
             self._asked = last  # if Ctrl-C comes before this, the same request is sent again
 
-    def batch(self, taken: int, timeout: float | None) -> Arrived:
-        """Forget the batches that are taken, and wait for the next one, which stays until then.
-
-        Raises:
-            TimeoutError: it does not arrive within ``timeout`` seconds.
-        """
+    def batch(self, timeout: float | None) -> messages.Batch:
+        """Wait for the next batch, and take it; ``TimeoutError`` after ``timeout`` seconds."""
         self.check()
         while True:
-            number = max(taken, self.outdated) + 1
-            self._forget_before(number)
-            self.ask(taken, 1)
-            future = self._future(self._batches, number)
-            # A call of another thread may have made this batch outdated, before there was a future
-            # that could be set, or while this waits.
-            if number > self.outdated:
-                arrived = self._result_of(future, timeout)
-                if number > self.outdated:
-                    return arrived
+            self.ask(1)
+            arrived = self._wait(self._batches, timeout)
+            if arrived.number > self.outdated:
+                break
+        if isinstance(arrived.batch, Exception):
+            raise arrived.batch
+        return arrived
 
-    def _forget_before(self, number: int) -> None:
-        for key in [key for key in list(self._batches) if key < number]:
-            self._batches.pop(key, None)
-
-    def call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
+    def call(
+        self, function: Callable[..., Any], *args: Any, anew: bool = False, waits: bool = True
+    ) -> Any:
         """Call ``function(collector, *args)`` in the worker, between batches.
 
         Args:
             function: a function of the worker's collector.
             args: further arguments.
             anew: whether the call makes batches from before it outdated.
-
-        Raises:
-            Exception: the function's exception, with the worker's traceback as its cause.
+            waits: whether to return its result, or raise its exception; otherwise both are lost.
         """
         self.check()
         number = next(self._numbers)
-        pickled = cloudpickle.dumps((function, args))
-        future = self._future(self._calls, number)
-        self._outbox.put(messages.Call(number, pickled, anew))
-        return pickle.loads(self._result_of(future))
+        answers = self._calls[number] = queue.SimpleQueue()
+        try:
+            self._post(messages.Call(number, cloudpickle.dumps((function, args)), anew))
+            if not waits:
+                return None
+            result = self._wait(answers)
+        finally:
+            self._calls.pop(number, None)
+        if isinstance(result, messages.Failure):
+            raise result.exception()
+        return pickle.loads(result)
 
-    def set_version(self, version: Any) -> None:
-        """Set the version of the worker's tracker, also while it collects."""
-        if self._failure is not None:
-            raise self._failure()
-        self._outbox.put(messages.SetVersion(version))
+    def _post(self, message: messages.ToWorker) -> None:
+        with contextlib.suppress(ConnectionError):  # those who wait are told of the worker's end
+            post(self._socket, message)
 
-    def _future(self, futures: dict[int, Future], number: int) -> Future:
-        future = futures.setdefault(number, Future())
-        if self._failure is not None:
-            future.set(error=self._failure)
-        return future
-
-    def _result_of(self, future: Future, timeout: float | None = None) -> Any:
-        if not future.wait(timeout):
-            raise TimeoutError(
-                f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, got "
-                "none; raise timeout, or let it go on if a signal has stopped it"
-            )
-        return future.result()
+    def _wait(self, arrivals: queue.SimpleQueue[Any], timeout: float | None = None) -> Any:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            failure = self._failure  # all that came before it has arrived
+            left = deadline - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                return arrivals.get(timeout=0.0 if failure else max(min(left, POLL_S), 0.0))
+            if failure is not None:
+                raise failure()
+            if left <= 0:
+                raise TimeoutError(
+                    f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, "
+                    "got none; raise timeout, or let it go on if a signal has stopped it"
+                )
 
     def stop(self, timeout: float) -> None:
         """Let the worker end by itself within ``timeout`` seconds, or else kill it.
 
-        It may be called again, also if the last call was interrupted.
+        It may be called again. After Ctrl-C the worker ends all the same.
         """
-        self._stopped = True
-        process = self.process
-        with contextlib.suppress(ValueError):  # the process object is closed already
-            if process.is_alive():
-                self._outbox.put(messages.Stop(timeout))
-                process_tree.send(signal.SIGCONT, [self.pid])  # it may have been stopped
-                process.join(timeout + KILL_S)
-            if process.is_alive():
-                process_tree.send(signal.SIGKILL, [self.pid, *process_tree.descendants(self.pid)])
-                process.join()
-            self._outbox.put(None)
-            self._hang_up()
-            for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join()
-            self._connection.close()
-            self._mappings.close()
-            process.close()
-        self._batches.clear()
+        self._deadline = min(self._deadline, time.monotonic() + timeout)
+        while not self._over:
+            # It may have been stopped by a signal, and the socket be full for as long.
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGCONT)
+                post(self._socket, None, socket.MSG_DONTWAIT)
+            if threading.current_thread() is self._thread:
+                return  # it collects garbage, and goes on
+            time.sleep(0.01)
+        self._socket.close()
+        self.process.close()
+        self._batches, self._mappings = queue.SimpleQueue(), Mappings()
 
-    def _hang_up(self) -> None:
-        """End all sending and waiting; what has arrived can still be read."""
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self._connection.fileno())) as end,
-        ):
-            end.shutdown(socket.SHUT_RDWR)
+    # What follows runs in the thread.
 
-    # The next methods run in the threads that send, receive and watch.
-
-    def _write(self) -> None:
-        # The thread that receives reports why the worker does not answer.
-        with contextlib.suppress(OSError):
-            while (message := self._outbox.get()) is not None:
-                if isinstance(message, messages.More):
-                    message = replace(message, released=self._mappings.released())
-                self._connection.send_bytes(pickle.dumps(message))
-
-    def _watch(self) -> None:
-        """Hang up once the worker has ended: one of its children may keep its end open.
-
-        That child may keep the sentinel open too.
-        """
-        while not wait([self.process.sentinel], POLL_S) and self.process.is_alive():
-            pass
-        self._hang_up()
-
-    def _read(self) -> None:
-        failure: Callable[[], BaseException] = self._ended
+    def _run(self) -> None:
+        ends = select.poll()
+        ends.register(self._socket, select.POLLIN)
+        ends.register(self.process.sentinel, select.POLLIN)
         try:
-            while (data := self._received()) is not None:
-                self._take(pickle.loads(data))
-        except BaseException as error:
-            failure = partial(_unreadable, error)
-        else:
-            self.process.join(KILL_S)
-        self._fail(failure)
+            while time.monotonic() < self._deadline:
+                ready = dict(ends.poll(POLL_S * 1000))
+                if self._socket.fileno() in ready:
+                    self._take(*receive(self._socket))
+                # A child of the worker may keep its end of the socket open, and the sentinel.
+                elif ready or not self.process.is_alive():
+                    break
+        except (EOFError, ConnectionError):
+            pass
+        finally:
+            self.process.join(max(0.0, min(self._deadline - time.monotonic(), KILL_S)))
+            if self.process.exitcode != 0:
+                self.process.kill()
+                with contextlib.suppress(OSError):  # what its environment has started
+                    os.killpg(self.pid, signal.SIGKILL)
+                self.process.join()
+            self._failure = self._failure or self._ended
+            self._over = True
 
-    def _received(self) -> bytes | None:
-        with contextlib.suppress(EOFError, OSError):
-            return self._connection.recv_bytes()
-
-    def _take(self, message: messages.ToTrainer) -> None:
+    def _take(self, message: messages.ToTrainer, descriptor: int | None) -> None:
         match message:
-            case messages.Batch(number, None):
-                self._future(self._batches, number).set(Arrived(number))
-            case messages.Batch():
-                self._unpack(message)
+            case messages.Batch(number, batch, frames):
+                try:
+                    batch = batch and self._mappings.unpack(batch, descriptor)
+                except Exception as error:
+                    batch = error
+                self._batches.put(messages.Batch(number, batch, frames))
+                self._received = number  # last, or ask() might ask for one too many
+                del batch
+                self._released += self._mappings.released()
+                # This thread must not wait for a worker that is stopped; the next batch tells it.
+                with contextlib.suppress(OSError):
+                    post(self._socket, messages.More(0, self._released), socket.MSG_DONTWAIT)
+                    self._released = []
             case messages.Answer(number, result, outdated):
                 self.outdated = max(self.outdated, outdated)
-                self._forget_before(self.outdated + 1)
-                call = self._calls.pop(number)
-                if isinstance(result, messages.Failure):
-                    call.set(error=result.exception)
-                else:
-                    call.set(result)
+                if (answers := self._calls.get(number)) is not None:
+                    answers.put(result)
             case messages.Failure():
-                self._fail(message.exception)
-
-    def _unpack(self, message: messages.Batch) -> None:
-        assert message.shared is not None
-        future = self._future(self._batches, message.number)
-        try:
-            unpacked = self._mappings.unpack(message.shared)
-            future.set(Arrived(message.number, unpacked, message.frames))
-        except Exception as error:
-            self.process.join(KILL_S)  # the memory of a worker that was killed cannot be opened
-            if self.process.is_alive():
-                raised = error  # the name ends with the block
-                future.set(error=lambda: raised)
-
-    def _fail(self, failure: Callable[[], BaseException]) -> None:
-        """Let all that waits raise, unless there was a failure before."""
-        self._failure = self._failure or failure
-        for future in [*self._calls.values(), *self._batches.values()]:
-            future.set(error=self._failure)
+                self._failure = message.exception
 
     def _ended(self) -> RuntimeError:
-        if self._stopped:
+        if self._deadline < math.inf:
             return RuntimeError(SHUT_DOWN)
         return RuntimeError(
             f"worker: expected process {self.pid} to collect, got its end with exit code "
@@ -345,16 +252,13 @@ class WorkerBatches(BatchStream):
             self.forget()
         return super().prepare(advance)
 
-    def _wait(self) -> Arrived | None:
+    def _wait(self) -> messages.Batch | None:
         if self.frames >= self._collector.total_frames:
             return None
-        arrived = self._worker.batch(self.number, self._collector.timeout)
-        if arrived.batch is None:
-            self.number = arrived.number
-            return None
-        return arrived
+        arrived = self._worker.batch(self._collector.timeout)
+        return None if arrived.batch is None else arrived
 
-    def _count(self, arrived: Arrived) -> bool:
+    def _count(self, arrived: messages.Batch) -> bool:
         if arrived.number <= self._worker.outdated:
             return False
         self.number = arrived.number
@@ -367,7 +271,7 @@ class WorkerBatches(BatchStream):
         if collector.update_at_each_batch:
             collector.update_policy_weights_()
         left = (collector.total_frames - self.frames) / (collector.requested_frames_per_batch or 1)
-        self._worker.ask(self.number, math.ceil(min(collector.prefetch, left)))
+        self._worker.ask(math.ceil(min(collector.prefetch, left)))
 
     def _finished(self, batch: Any) -> Any:
         collector = self._collector
@@ -377,22 +281,3 @@ class WorkerBatches(BatchStream):
         if self.buffer is not None:
             batch.names = None
         return batch
-
-
-def _unreadable(error: BaseException) -> RuntimeError:
-    failure = RuntimeError(
-        f"worker: expected messages that can be read, got {type(error).__name__}: {error}; shut "
-        "the collector down and make another one"
-    )
-    failure.__cause__ = error
-    return failure
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Protect a process that is started in this block from Ctrl-C until it ignores it itself."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
