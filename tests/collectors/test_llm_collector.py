@@ -279,9 +279,9 @@ def test_dialogs_are_whole_wherever_ctrl_c_breaks_a_turn_off(collect, completed,
                 rows += collector.rollout().reshape(-1).unbind(0)
             sys.settrace(None)
         begun: dict[int, int] = {}
-        for seen, n in sorted((row["seen"].item(), row[IDS].item()) for row in rows):
+        for count, n in sorted((row["seen"].item(), row[IDS].item()) for row in rows):
             begun[n] = begun.get(n, -1) + 1
-            assert seen % 100 == begun[n]
+            assert count % 100 == begun[n]
         collector.shutdown()
         if left[0] > 0:
             break
