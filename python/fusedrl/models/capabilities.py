@@ -72,9 +72,9 @@ def _state(
 ) -> list[Any]:
     """What must be as it was for a verdict to hold, none of it kept alive.
 
-    These are the modules of a model, their types, forwards, modes, hooks and rates of dropout, what
-    is compiled, the configuration and autocast. What has to hold of the model around its decoder is
-    looked at in each call, and the values of weights do not matter.
+    These are the modules of a model, their types, forwards, modes, hooks and rates of dropout, which
+    adapters are on, what is compiled, the configuration and autocast. What has to hold of the model
+    around its decoder is looked at in each call, and the values of weights do not matter.
     """
     autocast = autocast_of(parts.weight.device if parts else device_of(model))
     found: list[Any] = [_copied(config), parts and (parts.scale,), autocast, sorted(kwargs)]
@@ -86,10 +86,14 @@ def _state(
         known, (before, behind) = vars(module), hooks_of(module)
         own = known.get("forward")
         kind = ref(type(module)), own and ref(own), known.get("is_causal")
-        drops = [known[x] for x in known if x == "p" or "drop" in x] if module.training else ()
-        rates = [x for x in drops if type(x) in (int, float)]
+        named = [x for x in known if x == "p" or "drop" in x or "noise" in x]
+        values = [known[x] for x in named] if module.training else ()
+        rates = [x for x in values if isinstance(x, (int, float))]
         compiled = known.get(COMPILED_CALL) is not None
         found.append((*kind, module.training, rates, compiled, *before, *behind))
+        if hasattr(type(module), "merged_adapters"):  # a layer of peft's
+            adapters = module.active_adapters, module.merged_adapters
+            found.append((module.disable_adapters, *map(tuple, adapters)))
     return found
 
 
