@@ -267,7 +267,7 @@ def reentrant_checkpoints() -> str:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model_of("llama")
     model = copy.deepcopy(whole).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable({"preserve_rng_state": True})  # torch's default is such
     model.enable_input_require_grads()
     model = DDP(model)
     tokens = torch.randint(1, VOCAB, (ranks, 600), generator=torch.Generator().manual_seed(0))

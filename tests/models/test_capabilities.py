@@ -233,6 +233,7 @@ def noise_of_router(model):
 def test_noise_counts_however_small_it_is(noise, caplog):
     """It would be drawn once for a token that sequences share, or for a row."""
     model = model_of("mixtral").train()
+    check(model)
     noise(model)
     found = capabilities_of(model)
     assert (found.parts, found.together, found.shares) == (None, False, False)

@@ -241,6 +241,34 @@ def test_what_is_not_shared(way):
     assert sum(counts) == sum(length - 1 for length in lengths if length > 1)
 
 
+def disabled(policy):
+    policy.base_model.disable_adapter_layers()
+    return policy.base_model.enable_adapter_layers
+
+
+def merged(policy):
+    policy.merge_adapter()
+    return policy.unmerge_adapter
+
+
+def another(policy):
+    policy.add_adapter("still", type(policy.peft_config["default"])(target_modules=["q_proj"]))
+    policy.set_adapter("still")
+    return lambda: policy.set_adapter("default")
+
+
+@pytest.mark.parametrize("before", [disabled, merged, another])
+def test_adapters_that_drop_out_once_they_are_on_share_nothing(before):
+    """The model is known without them, such as from log-probs of its reference."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    policy = peft.get_peft_model(model_of("llama"), config).train()
+    switch_on = before(policy)
+    assert capabilities_of(policy).shares
+    switch_on()
+    assert not capabilities_of(policy).shares
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_dropout_of_nothing_is_none(train):
     model = model_of("llama", attention_dropout=0.0 if train else 0.1).train(train)

@@ -18,7 +18,7 @@ def has_reentrant_checkpoints(module: Any) -> bool:
     """Whether a module runs its layers in checkpoints that run a backward pass of their own."""
     options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
     on = module.training and getattr(module, "gradient_checkpointing", False)
-    return bool(on and options.get("use_reentrant"))
+    return bool(on and options.get("use_reentrant", True))
 
 
 def attention_functions(config: Any) -> list[Any]:

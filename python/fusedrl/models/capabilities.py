@@ -32,6 +32,7 @@ from fusedrl.models.split import (
 # Rounding may send a token to other experts, which looks as if sequences in a row mixed. They are
 # said to do so if they do with the tokens from each of these ids.
 FIRST_IDS = 0, 13
+RATES = "p", "jitter_noise"  # of how much is random, beside names with "drop"
 KEPT = 8  # verdicts on a model that alternates between states, such as training and evaluation
 
 # What was found of a model in the states that it has been in.
@@ -73,23 +74,27 @@ def _state(
     """What must be as it was for a verdict to hold, none of it kept alive.
 
     These are the modules of a model, their types, forwards, modes, hooks and rates of dropout, what
-    is compiled, the configuration and autocast. What has to hold of the model around its decoder is
-    looked at in each call, and the values of weights do not matter.
+    is compiled, which adapters are on, the configuration and autocast. What has to hold of the
+    model around its decoder is looked at in each call, and the values of weights do not matter.
     """
     autocast = autocast_of(parts.weight.device if parts else device_of(model))
     found: list[Any] = [_copied(config), parts and (parts.scale,), autocast, sorted(kwargs)]
     modules = modules_of(model)
     kinds = dict.fromkeys(map(type, modules))
+    adapted = [kind for kind in kinds if hasattr(kind, "merged_adapters")]  # peft's layers
     found += [ref(call) for kind in kinds for call in (kind.forward, kind.__call__)]
     found += map(ref, modules)
     for module in modules:
         known, (before, behind) = vars(module), hooks_of(module)
         own = known.get("forward")
         kind = ref(type(module)), own and ref(own), known.get("is_causal")
-        drops = [known[x] for x in known if x == "p" or "drop" in x] if module.training else ()
-        rates = [x for x in drops if type(x) in (int, float)]
+        named = [known[x] for x in known if x in RATES or "drop" in x] if module.training else ()
+        rates = [x for x in named if type(x) in (int, float)]
         compiled = known.get(COMPILED_CALL) is not None
         found.append((*kind, module.training, rates, compiled, *before, *behind))
+        if type(module) in adapted:
+            adapters = module.active_adapters, module.merged_adapters
+            found.append((module.disable_adapters, *map(tuple, adapters)))
     return found
 
 
