@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import termios
 import time
 from functools import partial
 from pathlib import Path
@@ -156,9 +158,20 @@ def fork_workers() -> None:
     async_collector.process_context = lambda: multiprocessing.get_context("fork")
 
 
-def collect_in_a_script(folder: str, batches: int) -> None:
+class AtTerminal(CountingEnv):
+    """One that changes the settings of the terminal, and tries to read from it."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(max_steps=1000)
+        with open("/dev/tty") as terminal:  # noqa: PTH123
+            termios.tcsetattr(terminal, termios.TCSANOW, termios.tcgetattr(terminal))
+            with contextlib.suppress(OSError):
+                terminal.read()
+
+
+def collect_in_a_script(folder: str, batches: int, env: Any = WithProcesses) -> None:
     """What a script does that leaves everything else to the end of its interpreter."""
-    collector = AsyncCollector(partial(WithProcesses, folder), ones, frames_per_batch=10)
+    collector = AsyncCollector(partial(env, folder), ones, frames_per_batch=10)
     for _, _ in zip(range(batches), collector, strict=False):
         (Path(folder) / "collecting").touch()
 

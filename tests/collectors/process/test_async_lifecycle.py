@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+import pty
+import resource
 import signal
+import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -90,6 +96,48 @@ def test_shutdown_in_the_middle_of_a_batch_closes_the_environment(make, tmp_path
     for use in (collector.next, collector.state_dict, collector.reset):
         with pytest.raises(RuntimeError, match="shut down"):
             use()
+
+
+@pytest.mark.usefixtures("forked")
+def test_ctrl_c_at_the_end_of_the_constructor_leaves_no_worker(make, monkeypatch):
+    def interrupted(self):
+        there.extend(multiprocessing.active_children())
+        pop_all(self)
+        raise KeyboardInterrupt
+
+    there, pop_all = [], ExitStack.pop_all
+    monkeypatch.setattr(ExitStack, "pop_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    gc.collect()
+    assert there and not {*there} & {*multiprocessing.active_children()}
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_trainer_without_a_descriptor_is_told(make):
+    collector = make()
+    pid, limits = collector.procs[0].pid, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"open files.*ulimit -n"):
+            collector.next()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not is_there(pid)
+
+
+def test_a_terminal_does_not_stop_the_worker(tmp_path):
+    line = f"import async_workers as w; w.collect_in_a_script({str(tmp_path)!r}, 1, w.AtTerminal)"
+    script, terminal = pty.fork()
+    if not script:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *sys.path])
+        os.execv(sys.executable, [sys.executable, "-c", line])
+    try:
+        until((tmp_path / "collecting").exists)
+    finally:
+        os.kill(script, signal.SIGKILL)
+        os.waitpid(script, 0)
+        os.close(terminal)
 
 
 @pytest.mark.usefixtures("forked")

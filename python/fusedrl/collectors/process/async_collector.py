@@ -191,11 +191,12 @@ class AsyncCollector(_AsyncCollector):
             schemes = self._weight_sync_schemes = self._weights.schemes
             job = Job(partial(make, schemes=dict(schemes)), self._weights.brought())
             self._worker = WorkerHandle(process_context(), job)
+            # Ctrl-C may come anywhere from here on, and multiprocessing joins its children at exit.
+            Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
             undo.callback(self._worker.stop, SHUTDOWN_S)
+            self._worker.start()
             self._worker.call(frames_of)  # raises what making the collector has raised
             undo.pop_all()
-        # This ends the worker before multiprocessing joins its children at exit, if nobody has.
-        Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, as :meth:`iterator` yields them; an error shuts the collector down."""

@@ -120,6 +120,10 @@ def main(end: socket.socket, trainers_end: socket.socket, job: Job) -> None:
     # environment starts. Launchers send Ctrl-C to each process.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal stops processes of other groups than the trainer's that change its settings or read
+    # from it. So it lets them, and reading is an error.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     with warnings.catch_warnings():
         if torchrl.filter_warnings_subprocess:
             warnings.simplefilter("ignore")

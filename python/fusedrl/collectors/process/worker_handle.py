@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -31,23 +32,19 @@ KILL_S = 5.0  # seconds in which a worker that has hung up has to end
 
 
 class WorkerHandle:
-    """A worker, which has been started: the source of its batches, and of answers to calls.
+    """A worker: the source of its batches, and of answers to calls.
 
     Any thread may use it. One of its own receives everything and sees to the worker's end; those
     who wait look from time to time whether that has come. Ctrl-C may lose the batch that it meets.
 
     Attributes:
         outdated: the last number of the batches that a call has made outdated.
-
-    Raises:
-        TypeError: something in the job cannot be pickled.
     """
 
     def __init__(self, context: Any, job: Job) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._trainer = os.getpid()
         self._deadline = math.inf  # until when the worker has to end
-        self._over = False
         self._failure: Callable[[], BaseException] | None = None
         self._asked = self._received = self.outdated = 0  # numbers of batches
         self._batches: queue.SimpleQueue[messages.Batch] = queue.SimpleQueue()
@@ -56,8 +53,15 @@ class WorkerHandle:
         self._mappings = Mappings()
         self._released: list[int] = []  # segments of which the worker was not told yet
         self._thread = threading.Thread(target=self._run, daemon=True, name="fusedrl-worker")
-        ends = theirs, self._socket
+        ends = self._theirs, self._socket
         self.process = context.Process(target=main, args=(*ends, job), name="fusedrl-collector")
+
+    def start(self) -> None:
+        """Start the process. Whoever calls this has seen to :meth:`stop` before.
+
+        Raises:
+            TypeError: something in the job cannot be pickled.
+        """
         try:
             self.process.start()
             self.pid = self.process.pid
@@ -66,13 +70,12 @@ class WorkerHandle:
             self._socket.shutdown(socket.SHUT_RDWR)  # what has begun ends
             if not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
                 raise
-            self._socket.close()
             raise TypeError(
                 "create_env_fn, policy: expected what can be sent to another process, got "
                 f"{error}; pass functions that make them there (policy_factory=)"
             ) from error
         finally:
-            theirs.close()
+            self._theirs.close()
 
     @property
     def is_inherited(self) -> bool:
@@ -158,7 +161,7 @@ class WorkerHandle:
         It may be called again. After Ctrl-C the worker ends all the same.
         """
         self._deadline = min(self._deadline, time.monotonic() + timeout)
-        while not self._over:
+        while self._thread.is_alive():
             # It may have been stopped by a signal, and the socket be full for as long.
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGCONT)
@@ -167,7 +170,8 @@ class WorkerHandle:
                 return  # it collects garbage, and goes on
             time.sleep(0.01)
         self._socket.close()
-        self.process.close()
+        with contextlib.suppress(ValueError):  # Ctrl-C came before the thread, and it ends alone
+            self.process.close()
         self._batches, self._mappings = queue.SimpleQueue(), Mappings()
 
     # What follows runs in the thread.
@@ -186,6 +190,13 @@ class WorkerHandle:
                     break
         except (EOFError, ConnectionError):
             pass
+        except OSError as error:
+            self._failure = partial(
+                RuntimeError,
+                f"collector: expected what the worker sends, got {error}; raise the limit of open "
+                "files (ulimit -n), or open fewer",
+            )
+            self.process.kill()
         finally:
             self.process.join(max(0.0, min(self._deadline - time.monotonic(), KILL_S)))
             if self.process.exitcode != 0:
@@ -194,7 +205,6 @@ class WorkerHandle:
                     os.killpg(self.pid, signal.SIGKILL)
                 self.process.join()
             self._failure = self._failure or self._ended
-            self._over = True
 
     def _take(self, message: messages.ToTrainer, descriptor: int | None) -> None:
         match message:
