@@ -93,8 +93,9 @@ def _state(
         compiled = known.get(COMPILED_CALL) is not None
         found.append((*kind, module.training, rates, compiled, *before, *behind))
         if type(module) in adapted:
-            adapters = module.active_adapters, module.merged_adapters
-            found.append((module.disable_adapters, *map(tuple, adapters)))
+            layer: Any = module
+            adapters = layer.active_adapters, layer.merged_adapters
+            found.append((layer.disable_adapters, *map(tuple, adapters)))
     return found
 
 
