@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -178,6 +180,17 @@ def test_a_process_that_is_forked_from_the_trainer_has_no_collector(make):
     os.close(reading)
     os.wait()
     assert collector.next()["observation"][0].item() == 4
+
+
+def test_a_batch_that_is_taken_before_it_is_counted_is_followed_by_another(make):
+    class Slow(queue.SimpleQueue):
+        def put(self, item: Any, *_: Any) -> None:
+            super().put(item)
+            time.sleep(0.1)  # the thread that receives has lost the processor
+
+    collector = make(Loading, timeout=5.0)
+    collector._worker._batches = Slow()
+    assert [collector.next()["observation"][0].item() for _ in range(4)] == [0, 4, 8, 12]
 
 
 def test_batches_that_nobody_would_get_are_not_made(make):

@@ -103,8 +103,7 @@ class WorkerHandle:
         """Wait for the next batch, and take it; ``TimeoutError`` after ``timeout`` seconds."""
         self.check()
         while True:
-            self.ask(1)
-            arrived = self._wait(self._batches, timeout)
+            arrived = self._wait(self._batches, timeout, partial(self.ask, 1))
             if arrived.number > self.outdated:
                 break
         if isinstance(arrived.batch, Exception):
@@ -140,9 +139,15 @@ class WorkerHandle:
         with contextlib.suppress(ConnectionError):  # those who wait are told of the worker's end
             post(self._socket, message)
 
-    def _wait(self, arrivals: queue.SimpleQueue[Any], timeout: float | None = None) -> Any:
+    def _wait(
+        self,
+        arrivals: queue.SimpleQueue[Any],
+        timeout: float | None = None,
+        ask: Callable[[], None] = lambda: None,
+    ) -> Any:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
+            ask()  # again, as the thread counts a batch after it has put it where it is taken
             failure = self._failure  # all that came before it has arrived
             left = deadline - time.monotonic()
             with contextlib.suppress(queue.Empty):
