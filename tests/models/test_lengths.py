@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.models import causal_log_probs
 from fusedrl.models.capabilities import capabilities_of
@@ -128,10 +129,17 @@ def test_rotary_models_run_beyond_their_context(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["opt", "gptj"])
-def test_models_with_a_table_of_positions_refuse_more(kind):
-    if kind == "opt":
-        config = config_of(kind)
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["opt", "gptj", "ddp"])
+def test_models_with_a_table_of_positions_refuse_more(kind, group):
+    if kind != "gptj":
+        config = config_of("opt")
     else:
         sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 8}
         options = {"vocab_size": VOCAB, "max_position_embeddings": 64, **sizes}
@@ -139,6 +147,8 @@ def test_models_with_a_table_of_positions_refuse_more(kind):
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     called = []
     model.get_input_embeddings().register_forward_hook(lambda *_: called.append(1))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
     with pytest.raises(ValueError, match="tokens: sequence 1: expected at most 64 tokens, the mo"):
         causal_log_probs(model, TOKENS[:75], [5, 70])
     assert not called, "on a GPU the model's own error ends the process"

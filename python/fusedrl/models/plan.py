@@ -25,7 +25,14 @@ from fusedrl.models.forwards import (
     scored_sequences,
 )
 from fusedrl.models.ranks import Step, together
-from fusedrl.models.split import Parts, device_of, modules_of, text_config, vocabulary_of
+from fusedrl.models.split import (
+    Parts,
+    chain_of,
+    device_of,
+    modules_of,
+    text_config,
+    vocabulary_of,
+)
 from fusedrl.models.without_adapters import WithoutAdapters
 
 # Learned positions may begin at an offset, as those of OPT and BART do.
@@ -115,6 +122,7 @@ def _check_context(model: Any, lengths: Sequence[int]) -> None:
     Beyond it, a GPU's error would end the process. It may be learned, or sines or a causal mask
     that are computed once. Rotary embeddings, ALiBi and recurrent states run beyond the context.
     """
+    model = chain_of(model)[-1]
     context = getattr(text_config(model), "max_position_embeddings", None)
     longest = max(lengths, default=0)
     if not isinstance(context, int) or longest <= context:
