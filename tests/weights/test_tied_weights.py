@@ -29,7 +29,6 @@ from fusedrl import (
     WeightChannel,
 )
 from fusedrl.collectors.ray_llm_collector import DialogActor, stored
-from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -239,7 +238,7 @@ def test_what_is_sent_to_ray_actors_has_the_policys_names(form):
     policy, trained = policy_of("qwen2", True), policy_of("qwen2", True, 1)
     weights = TensorDict.from_module(policy)
     updater = RayRemoteWeightUpdater(weights, remote_collectors=[])
-    sent = updater._maybe_map_weights(unwrap(FORMS[form](trained)))
+    sent = updater._maybe_map_weights(FORMS[form](trained))
     sent = TensorDict(sent).unflatten_keys(".")
     for name, tensor in sent.items(include_nested=True, leaves_only=True):
         assert tensor.shape == weights[name].shape
