@@ -33,9 +33,7 @@ def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Place]]:
 def write_weights(policy: Any, weights: Any) -> None:
     """Write weights into a policy in place: a tensordict, a module, or what has one as its model.
 
-    Raises:
-        TypeError, ValueError: the weights are not those of the policy. None has changed then.
-        RuntimeError: the policy has no module.
+    Weights that do not fit are a ``TypeError`` or a ``ValueError``, before any is written.
     """
     target: Any = policy if isinstance(policy, nn.Module) else getattr(policy, "model", policy)
     if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
@@ -246,7 +244,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
     ) -> None:
         self.weights_getter = get_server_weights
         self.policy_weights = policy_weights
-        self._scheme = ChannelWeightSyncScheme(slots=slots, timeout=timeout)
+        self._scheme: Any = ChannelWeightSyncScheme(slots=slots, timeout=timeout)
 
     def all_worker_ids(self) -> list[Any]:
         """The names of all workers: the keys of ``policy_weights``."""
@@ -271,15 +269,11 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
 
     def _open_channel(self) -> None:
         """Give the collector, before its processes start, the scheme that publishes its weights."""
-        collector: Any = self.collector
         weights = next(iter(self.policy_weights.values()), None)
         if weights is None or weights.is_empty():
             return
-        scheme: Any = self._scheme
-        scheme.init_on_sender(model_id="policy", context=collector, weights=weights)
-        if collector.policy is not None:
-            scheme.channel.layout.matched(collector.policy)  # refuses weights of another policy
-        torchrl.set_schemes(collector, {"policy": scheme})
+        self._scheme.init_on_sender(model_id="policy", context=self.collector, weights=weights)
+        torchrl.set_schemes(self.collector, {"policy": self._scheme})
 
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
         publishes = self._scheme.initialized_on_sender  # not in a copy in another process
@@ -309,8 +303,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, which an
             update without weights sends.
         remote_collectors: handles of the actors; the id of a worker is its index in this list.
-            ``None`` takes those of the :class:`torchrl.collectors.distributed.RayCollector` that
-            the updater is registered with.
+            ``None`` takes those of the ``RayCollector`` that the updater is registered with.
         max_interval: number of updates that each worker skips between two that it gets.
         timeout: seconds within which the workers have to answer.
 
