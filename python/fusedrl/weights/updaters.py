@@ -279,8 +279,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         publishes = self._scheme.initialized_on_sender  # not in a copy in another process
         if publishes and len(worker_ids) < len(self.policy_weights):
             raise ValueError(
-                f"worker_ids: expected all of {self.all_worker_ids()}, got {worker_ids}; give "
-                "workers that differ a collector of their own"
+                f"worker_ids: expected all of {self.all_worker_ids()}, got {worker_ids}"
             )
         if mapped_weights is not None:
             for worker in worker_ids[1:]:  # before the first one is written, which is checked there
@@ -360,6 +359,8 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
         import ray
 
+        if not ray.is_initialized():  # ray.put would start a cluster
+            raise RuntimeError("remote_collectors: expected Ray's cluster, got none; make others")
         if isinstance(mapped_weights, TensorDictBase):
             mapped_weights = ray.put(StoredWeights(mapped_weights))
         sent = [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
