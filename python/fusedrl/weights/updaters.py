@@ -279,7 +279,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         publishes = self._scheme.initialized_on_sender  # not in a copy in another process
         if publishes and len(worker_ids) < len(self.policy_weights):
             raise ValueError(
-                f"worker_ids: expected all of {self.all_worker_ids()}, got {worker_ids}"
+                f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}"
             )
         if mapped_weights is not None:
             for worker in worker_ids[1:]:  # before the first one is written, which is checked there
