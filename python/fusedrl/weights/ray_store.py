@@ -29,8 +29,7 @@ class StoredWeights:
         leaves = dict(self.weights.items(include_nested=True, leaves_only=True))
         memory = {name: identity(tensor) or name for name, tensor in leaves.items()}
         distinct = {memory[name]: tensor for name, tensor in leaves.items()}
-        # An object that is pickled twice is a reference to the first.
-        calls = {key: _rebuilt(tensor) for key, tensor in distinct.items()}
+        calls = {key: _rebuilt(tensor) for key, tensor in distinct.items()}  # pickle keeps ties
         return TensorDict, ({name: calls[memory[name]] for name in leaves},)
 
 
