@@ -13,10 +13,10 @@ from tensordict import TensorDict
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from fusedrl import VanillaLocalWeightUpdater
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
 from fusedrl.channel.sources import places_of
-from fusedrl.weights.copying import unwrap
 
 from .test_layout import values_of
 
@@ -208,7 +208,8 @@ def hooked() -> nn.Module:
 def test_state_beside_parameters_and_buffers_is_refused(part, name):
     """It would be left out, and readers would go on with what they have."""
     model = nn.Sequential(part())
-    for use in (Layout.of, unwrap):
+    own = TensorDict({"0": torch.ones(1)})
+    for use in (Layout.of, VanillaLocalWeightUpdater(None, own)):
         with pytest.raises(TypeError, match=f"weights: {name}.*: expected a parameter or a buffer"):
             use(model)
     plain = Layout.of(nn.Sequential(nn.Linear(1, 1)))

@@ -82,7 +82,7 @@ def test_a_remote_update_maps_once_and_sends_to_workers_that_are_not_skipped(cal
     [
         (("given", 2), {}),
         ((), {"weights": "given", "worker_ids": [2]}),
-        ((), {"policy_or_weights": "given", "worker_ids": (2,)}),
+        ((), {"policy_or_weights": "given", "worker_ids": (2, 2)}),
     ],
 )
 def test_both_call_forms_name_weights_and_workers(args, kwargs):

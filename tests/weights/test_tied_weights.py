@@ -29,7 +29,6 @@ from fusedrl import (
     WeightChannel,
 )
 from fusedrl.collectors.ray_llm_collector import DialogActor, stored
-from fusedrl.weights.copying import unwrap
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -237,12 +236,12 @@ def test_what_is_sent_to_ray_actors_has_the_policys_names(form):
     """torchrl's actors know no others, and die of them."""
     pytest.importorskip("ray")
     policy, trained = policy_of("qwen2", True), policy_of("qwen2", True, 1)
-    weights = TensorDict.from_module(policy)
-    updater = RayRemoteWeightUpdater(weights, remote_collectors=[])
-    sent = updater._maybe_map_weights(unwrap(FORMS[form](trained)))
-    sent = TensorDict(sent).unflatten_keys(".")
-    for name, tensor in sent.items(include_nested=True, leaves_only=True):
-        assert tensor.shape == weights[name].shape
+    for kept in (torch.compile(policy), policy):
+        weights = TensorDict.from_module(kept)
+        updater = RayRemoteWeightUpdater(weights, remote_collectors=[])
+        sent = updater._maybe_map_weights(FORMS[form](trained))
+        for name, tensor in sent.items(include_nested=True, leaves_only=True):
+            assert tensor.shape == weights[name].shape
     with pytest.raises(ValueError, match=f"(?s){UNTIED}"):
         updater._maybe_map_weights(untie(trained))
 

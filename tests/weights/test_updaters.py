@@ -70,6 +70,12 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(weights, error)
     assert first.sum(reduce=True) == 0 == second.sum(reduce=True)
 
 
+def test_weights_for_no_policy_are_refused():
+    VanillaLocalWeightUpdater(None, None)()
+    with pytest.raises(RuntimeError, match="policy: expected a module"):
+        VanillaLocalWeightUpdater(None, None)(make_policy())
+
+
 def test_timeouts_that_do_not_end_a_wait_are_refused():
     for timeout in (-1, float("inf")):
         with pytest.raises(ValueError, match="timeout: expected a finite number of seconds"):

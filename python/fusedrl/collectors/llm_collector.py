@@ -29,8 +29,8 @@ from fusedrl.collectors.state import copied, load_or_undo
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
-from fusedrl.weights.copying import write_weights
 from fusedrl.weights.follow import follow_channel
+from fusedrl.weights.updaters import write_weights
 from fusedrl.weights.worker_end import POLICY_STATE
 
 

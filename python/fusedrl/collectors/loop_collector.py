@@ -9,9 +9,9 @@ from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 
 from fusedrl.collectors.batch_stream import SHUT_DOWN, BatchStream, Ready
 from fusedrl.collectors.versions import Versions
-from fusedrl.weights.copying import write_weights
 from fusedrl.weights.follow import refuse_another_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
+from fusedrl.weights.updaters import write_weights
 
 
 class LoopCollector(_LLMCollector):

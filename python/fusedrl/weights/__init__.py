@@ -1,10 +1,11 @@
 """Weight updaters: how a collector's policy gets the trainer's weights."""
 
-from fusedrl.weights.base import LocalWeightUpdaterBase, RemoteWeightUpdaterBase
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import (
+    LocalWeightUpdaterBase,
     MultiProcessedRemoteWeightUpdate,
     RayRemoteWeightUpdater,
+    RemoteWeightUpdaterBase,
     VanillaLocalWeightUpdater,
 )
 

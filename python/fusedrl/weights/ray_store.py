@@ -10,16 +10,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from fusedrl.channel.tensors import identity
+
 
 class StoredWeights:
     """A tensordict as ``ray.put`` takes it: what is copied is the tensors' own memory.
 
     Whoever gets it from the store has a tensordict of views of the store, which all processes of a
-    node share; Ray keeps that memory for as long as a view lives. Nobody may write it. It takes
-    torch and tensordict to unpickle it, and no more.
-
-    Args:
-        weights: tensors on any device, which arrive on the host. Tied ones stay tied.
+    node share; Ray keeps that memory for as long as a view lives. Nobody may write it. Tensors
+    arrive on the host, and tied ones stay tied. Unpickling takes torch and tensordict, no more.
     """
 
     def __init__(self, weights: TensorDictBase) -> None:
@@ -27,36 +26,28 @@ class StoredWeights:
 
     def __reduce__(self) -> Any:
         """Pickle tensors as out-of-band buffers, from which a tensordict is made."""
-        known: dict[Any, _Stored] = {}
-
-        def stored(tensor: Tensor) -> _Stored:
-            memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-            return known.setdefault(memory, _Stored(tensor))
-
-        def nested(weights: TensorDictBase) -> dict[str, Any]:
-            return {
-                key: nested(value) if isinstance(value, TensorDictBase) else stored(value)
-                for key, value in weights.items()
-            }
-
-        return TensorDict, (nested(self.weights),)
+        leaves = dict(self.weights.items(include_nested=True, leaves_only=True))
+        memory = {name: identity(tensor) or name for name, tensor in leaves.items()}
+        distinct = {memory[name]: tensor for name, tensor in leaves.items()}
+        calls = {key: _rebuilt(tensor) for key, tensor in distinct.items()}  # pickle keeps ties
+        return TensorDict, ({name: calls[memory[name]] for name in leaves},)
 
 
-class _Stored:
-    """Stands for a tensor; a second pickling of the same one is a reference to the first."""
+class _Call:
+    """Is the result of a function once it is unpickled."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
 
     def __reduce__(self) -> Any:
-        # Tensors pickle themselves with torch.save, which makes more copies here and one a reader.
-        tensor = self.tensor.detach().cpu().contiguous()
-        if tensor.numel() == 0:
-            return partial(torch.empty, dtype=tensor.dtype), (tensor.shape,)
-        return torch.reshape, (_Flat(tensor.view(-1)), tensor.shape)
+        return self.call
 
 
-class _Flat(_Stored):
-    def __reduce__(self) -> Any:
-        buffer: Any = self.tensor.view(torch.uint8).numpy()
-        return partial(torch.frombuffer, dtype=self.tensor.dtype), (pickle.PickleBuffer(buffer),)
+def _rebuilt(tensor: Tensor) -> _Call:
+    # Tensors pickle themselves with torch.save, which makes more copies here and one a reader.
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.numel() == 0:
+        return _Call(partial(torch.empty, dtype=tensor.dtype), tensor.shape)
+    buffer: Any = tensor.view(-1).view(torch.uint8).numpy()
+    flat = _Call(partial(torch.frombuffer, dtype=tensor.dtype), pickle.PickleBuffer(buffer))
+    return _Call(torch.reshape, flat, tensor.shape)

@@ -2,19 +2,179 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from fusedrl.channel.checks import seconds
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.sources import Place, places_of
+from fusedrl.channel.tensors import identity
 from fusedrl.compat import torchrl
-from fusedrl.weights.base import LocalWeightUpdaterBase, RemoteWeightUpdaterBase, WorkerId
-from fusedrl.weights.copying import copy_weights, named_as, pairs, unwrap
 from fusedrl.weights.ray_store import StoredWeights
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
+
+
+def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Place]]:
+    """The tensors of ``target`` that ``weights`` have values for, each with the value's place."""
+    there = places_of(target)
+    if not there and not places_of(weights):
+        return []
+    found = Layout.of(target).matched_part(weights)
+    return [(there[name].tensor, place) for name, place in found.items()]
+
+
+@torch.no_grad()
+def write_weights(policy: Any, weights: Any) -> None:
+    """Write weights into a policy in place: a tensordict, a module, or what has one as its model.
+
+    Weights that do not fit are a ``TypeError`` or a ``ValueError``, before any is written.
+    """
+    target: Any = policy if isinstance(policy, nn.Module) else getattr(policy, "model", policy)
+    if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
+        target = TensorDict.from_module(target)
+    if not isinstance(target, TensorDictBase):
+        raise RuntimeError(
+            "policy: expected a module, or what has one as its model, got "
+            f"{type(policy).__name__}; pass a weight_updater= that knows it"
+        )
+    for tensor, place in pairs(weights, target):
+        tensor.copy_(place.value())
+
+
+class _Updater(WeightUpdaterBase):
+    """What both bases share: the registered collector, and the ways to call an update."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process belongs to the collector there.
+        return {k: v for k, v in vars(self).items() if k != torchrl.REGISTERED_COLLECTORS}
+
+    def register_collector(self, collector: Any) -> None:
+        """Keep a weak reference to the only collector; collectors call this themselves."""
+        if self.collectors:
+            raise RuntimeError("Cannot register collector twice: give each its own updater")
+        super().register_collector(collector)
+
+    def update_weights(
+        self, weights: Any = None, worker_ids: Any = None, *, policy_or_weights: Any = None
+    ) -> None:
+        """Write or send weights, then run the post-hooks; a call of the updater is the same.
+
+        Args:
+            weights: a tensordict, a module or a mapping; those of the server if ``None``.
+            worker_ids: one or several of ``all_worker_ids()``; all if ``None``.
+
+        Raises:
+            ValueError: unknown workers, names or shapes. No weight has changed then.
+        """
+        if weights is not None and policy_or_weights is not None:
+            raise ValueError("policy_or_weights: expected None beside weights, got both")
+        self.push_weights(policy_or_weights if weights is None else weights, worker_ids)
+
+    __call__ = update_weights  # pyright: ignore[reportAssignmentType]
+
+    @abstractmethod
+    def _get_server_weights(self) -> Any:
+        """The weights to fetch or to send, for updates that are given none."""
+
+    def _maybe_map_weights(self, server_weights: Any, local_weights: Any = None) -> Any:
+        """The given weights in the form of the local ones, or in that which workers take."""
+        return server_weights
+
+
+class LocalWeightUpdaterBase(_Updater):
+    """Base of updaters that fetch weights into the policy of their own process.
+
+    A subclass defines ``_get_server_weights`` and ``_get_local_weights``; it may define
+    ``_maybe_map_weights`` and ``_update_local_weights``. An update runs them in this order.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import LocalWeightUpdaterBase
+        >>> local = TensorDict({"w": torch.zeros(2)})
+        >>> class Fetched(LocalWeightUpdaterBase):
+        ...     def _get_server_weights(self):
+        ...         return TensorDict({"w": torch.ones(2)})
+        ...     def _get_local_weights(self):
+        ...         return local
+        >>> Fetched().update_weights()
+        >>> local["w"]
+        tensor([1., 1.])
+    """
+
+    @abstractmethod
+    def _get_local_weights(self) -> Any:
+        """The policy's weights, which are written in place."""
+
+    def _update_local_weights(self, local_weights: Any, mapped_weights: Any) -> Any:
+        if mapped_weights is not None:
+            write_weights(local_weights, mapped_weights)
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        if worker_ids is not None:
+            raise ValueError(f"worker_ids: expected None, got {worker_ids!r}; there is one policy")
+        given = policy_or_weights is not None
+        weights = policy_or_weights if given else self._get_server_weights()
+        self._sync_weights_with_worker(server_weights=weights)
+
+    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        local_weights = self._get_local_weights()
+        mapped_weights = self._maybe_map_weights(server_weights, local_weights)
+        self._update_local_weights(local_weights, mapped_weights)
+
+
+class RemoteWeightUpdaterBase(_Updater):
+    """Base of updaters that send weights to workers.
+
+    A subclass defines ``all_worker_ids``, ``_get_server_weights`` and
+    ``_sync_weights_with_worker``; it may define ``_skip_update`` and ``_maybe_map_weights``. An
+    update fetches and maps once, for all workers that are not skipped, if there are any.
+
+    Example:
+        >>> from fusedrl import RemoteWeightUpdaterBase
+        >>> class Printed(RemoteWeightUpdaterBase):
+        ...     def all_worker_ids(self):
+        ...         return [0, 1]
+        ...     def _get_server_weights(self):
+        ...         return 1.0
+        ...     def _sync_weights_with_worker(self, worker_id, server_weights):
+        ...         print(worker_id, server_weights)
+        >>> Printed().update_weights()
+        0 1.0
+        1 1.0
+        >>> Printed()(2.0, worker_ids=1)
+        1 2.0
+    """
+
+    @abstractmethod
+    def all_worker_ids(self) -> list[Any]:
+        """The names of all workers, as ``worker_ids`` takes them."""
+
+    @abstractmethod
+    def _sync_weights_with_worker(self, worker_id: Any, server_weights: Any) -> Any:
+        """Send mapped weights to one worker."""
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        known = self.all_worker_ids()
+        single = isinstance(worker_ids, int | str | torch.device)
+        chosen = known if worker_ids is None else [worker_ids] if single else worker_ids
+        names = {str(worker) for worker in chosen}  # "cpu" names the worker torch.device("cpu")
+        if unknown := names.difference(map(str, known)):
+            raise ValueError(f"worker_ids: expected one or several of {known}, got {unknown}")
+        if due := [w for w in known if str(w) in names and not self._skip_update(w)]:
+            given = policy_or_weights is not None
+            weights = policy_or_weights if given else self._get_server_weights()
+            self._distribute(due, self._maybe_map_weights(weights))
+
+    def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
+        for worker in worker_ids:
+            self._sync_weights_with_worker(worker, mapped_weights)
 
 
 class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
@@ -23,48 +183,31 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
     Args:
         weight_getter: returns the trainer's weights, a tensordict or a module. Pass ``None`` if you
             give each update its weights; an update without weights then changes nothing.
-        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``. They are
-            written in place, also if they require gradients. ``None`` takes the policy of the
-            collector that the updater is registered with.
+        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, which are
+            written in place. ``None`` takes the policy of the registered collector.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from fusedrl import VanillaLocalWeightUpdater
         >>> policy, trained = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-        >>> updater = VanillaLocalWeightUpdater(lambda: trained, TensorDict.from_module(policy))
-        >>> updater.update_weights()
+        >>> VanillaLocalWeightUpdater(lambda: trained, TensorDict.from_module(policy))()
         >>> bool(policy.weight == trained.weight)
         True
     """
 
     def __init__(
-        self,
-        weight_getter: Callable[[], TensorDictBase] | None,
-        policy_weights: TensorDictBase | None,
+        self, weight_getter: Callable[[], Any] | None, policy_weights: TensorDictBase | None
     ) -> None:
         self.weight_getter = weight_getter
         self.policy_weights = policy_weights
 
-    def _get_server_weights(self) -> TensorDictBase | None:
-        return None if self.weight_getter is None else unwrap(self.weight_getter())
+    def _get_server_weights(self) -> Any:
+        return None if self.weight_getter is None else self.weight_getter()
 
-    def _get_local_weights(self) -> TensorDictBase | None:
+    def _get_local_weights(self) -> Any:
         policy = getattr(self.collector, "policy", None)
-        if self.policy_weights is None and isinstance(policy, torch.nn.Module):
-            return TensorDict.from_module(policy)
-        return self.policy_weights
-
-    def _maybe_map_weights(
-        self, server_weights: TensorDictBase | None, local_weights: TensorDictBase | None
-    ) -> TensorDictBase | None:
-        return server_weights
-
-    def _update_local_weights(
-        self, local_weights: TensorDictBase | None, mapped_weights: TensorDictBase | None
-    ) -> None:
-        if local_weights is not None and mapped_weights is not None:
-            copy_weights(mapped_weights, local_weights)
+        return policy if self.policy_weights is None else self.policy_weights
 
 
 class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
@@ -72,41 +215,28 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
 
     An update writes ``policy_weights`` in place, and publishes one version of them by a
     :class:`~fusedrl.ChannelWeightSyncScheme`, which the collector gets before its processes start.
-    Each batch of a worker computes with one complete version, the newest when the batch begins. No
-    worker is interrupted, and none waits.
 
     Args:
-        get_server_weights: returns the trainer's weights, a tensordict or a module. Pass ``None``
-            if you give each update its weights, or if the collector's policy *is* the trained
-            module: an update without weights then publishes it as it is.
+        get_server_weights: returns the trainer's weights. With ``None``, an update without weights
+            publishes ``policy_weights`` as they are.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
-            device of the workers' policy. If there are several entries, each is written, and all
-            workers get the first one. Workers start with it, also where ``policy_factory`` makes
-            their policies.
-        timeout: seconds to wait for the end of a batch of an old version if all slots are taken.
-        slots: number of versions that fit into the channel; each takes memory. With fewer than two
-            more than the workers, an update may wait for the end of a batch.
-
-    Raises:
-        ValueError: the policy does not have such names or shapes, a worker is unknown, or an update
-            names some workers only: a version reaches all of them.
-        RuntimeError: the collector's processes run already when it gets the updater.
-        TimeoutError: workers hold all slots for longer than ``timeout``.
+            device of the workers' policy. All workers start with the first and get it.
+        timeout: seconds to wait for a free slot; a ``TimeoutError`` names who holds them.
+        slots: number of versions that fit into the channel; two more than workers never wait.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from fusedrl import MultiProcessedRemoteWeightUpdate
-        >>> trained = TensorDict({"w": torch.ones(2)})
         >>> workers = {torch.device("cpu"): TensorDict({"w": torch.zeros(2)})}
-        >>> MultiProcessedRemoteWeightUpdate(lambda: trained, workers).update_weights()
+        >>> MultiProcessedRemoteWeightUpdate(None, workers)({"w": torch.ones(2)})
         >>> workers[torch.device("cpu")]["w"]
         tensor([1., 1.])
     """
 
     def __init__(
         self,
-        get_server_weights: Callable[[], TensorDictBase] | None,
+        get_server_weights: Callable[[], Any] | None,
         policy_weights: Mapping[Any, TensorDictBase],
         *,
         timeout: float = 300.0,
@@ -114,107 +244,78 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
     ) -> None:
         self.weights_getter = get_server_weights
         self.policy_weights = policy_weights
-        self.timeout = seconds("timeout", timeout)
-        self.slots = slots
-        self._scheme: ChannelWeightSyncScheme | None = None
+        self._scheme: Any = ChannelWeightSyncScheme(slots=slots, timeout=timeout)
 
     def all_worker_ids(self) -> list[Any]:
         """The names of all workers: the keys of ``policy_weights``."""
         return list(self.policy_weights)
 
-    def _get_server_weights(self) -> TensorDictBase | None:
-        return None if self.weights_getter is None else unwrap(self.weights_getter())
-
-    def _maybe_map_weights(self, server_weights: TensorDictBase | None) -> TensorDictBase | None:
-        return server_weights
+    def _get_server_weights(self) -> Any:
+        return None if self.weights_getter is None else self.weights_getter()
 
     def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector, and let its workers follow a channel.
-
-        Raises:
-            RuntimeError: another collector is registered, or the processes of this one run already.
-        """
-        if hasattr(collector, "procs") and self._scheme is None:
+        """Keep a weak reference to the collector, and let its workers follow a channel."""
+        if hasattr(collector, "procs") and not self._scheme.initialized_on_sender:
             raise RuntimeError(
-                "weight_updater: expected a collector whose processes have not started, got one "
-                "that runs; pass the updater to its constructor, or weight_sync_schemes="
+                "weight_updater: expected a collector without processes yet, got one that runs; "
+                "pass the updater to its constructor"
             )
         super().register_collector(collector)
-        torchrl.before_processes_start(collector, partial(self._open_channel, collector))
+        torchrl.before_processes_start(collector, self._open_channel)
 
     def publish_with(self, scheme: ChannelWeightSyncScheme) -> None:
         """Publish by the scheme of a collector, which is made already."""
         self._scheme = scheme
 
-    def _open_channel(self, collector: Any) -> None:
-        """Give a collector, before its processes start, the scheme that publishes its weights."""
+    def _open_channel(self) -> None:
+        """Give the collector, before its processes start, the scheme that publishes its weights."""
         weights = next(iter(self.policy_weights.values()), None)
         if weights is None or weights.is_empty():
             return
-        scheme: Any = ChannelWeightSyncScheme(slots=self.slots, timeout=self.timeout)
-        scheme.init_on_sender(model_id="policy", context=collector, weights=weights)
-        if collector.policy is not None:
-            scheme.channel.layout.matched(collector.policy)  # refuses weights of another policy
-        torchrl.set_schemes(collector, {"policy": scheme})
-        self._scheme = scheme
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process publishes nothing."""
-        return {**super().__getstate__(), "_scheme": None}
+        self._scheme.init_on_sender(model_id="policy", context=self.collector, weights=weights)
+        torchrl.set_schemes(self.collector, {"policy": self._scheme})
 
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
-        if self._scheme is not None and len(worker_ids) < len(self.policy_weights):
+        publishes = self._scheme.initialized_on_sender  # not in a copy in another process
+        if publishes and len(worker_ids) < len(self.policy_weights):
             raise ValueError(
-                f"worker_ids: expected all of {self.all_worker_ids()}, got {worker_ids}; a version "
-                "reaches every worker: give workers that differ a collector of their own"
+                f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}"
             )
         if mapped_weights is not None:
-            for worker in worker_ids:
-                pairs(mapped_weights, self.policy_weights[worker])  # refuses what does not fit
+            for worker in worker_ids[1:]:  # before the first one is written, which is checked there
+                pairs(mapped_weights, self.policy_weights[worker])
             super()._distribute(worker_ids, mapped_weights)
-        elif getattr(self.collector, "policy", None) is None:
-            return  # not trained in place
-        if self._scheme is not None:
-            self._scheme.send(next(iter(self.policy_weights.values())))
+        if publishes:
+            self._scheme.send(self.policy_weights[worker_ids[0]])
 
-    def _sync_weights_with_worker(
-        self, worker_id: WorkerId, server_weights: TensorDictBase
-    ) -> None:
-        copy_weights(server_weights, self.policy_weights[worker_id])
+    def _sync_weights_with_worker(self, worker_id: Any, server_weights: Any) -> None:
+        write_weights(self.policy_weights[worker_id], server_weights)
 
 
 class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     """Sends weights to collectors that are Ray actors, with one ``ray.put`` for each update.
 
-    The weights are copied into Ray's object store once. Every chosen actor gets the reference as
-    the first argument of its ``update_policy_weights_``, where it is a tensordict of views of the
-    store: no process of a node deserialises or copies it for itself. Actors must not write to these
-    views. The update returns when all actors have applied it.
+    Every chosen actor's ``update_policy_weights_`` gets a tensordict of views of Ray's store, which
+    must not be written. The update returns when all actors have applied it.
 
     Args:
         policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, which an
             update without weights sends.
         remote_collectors: handles of the actors; the id of a worker is its index in this list.
-            ``None`` takes those of the :class:`torchrl.collectors.distributed.RayCollector` that
-            the updater is registered with.
+            ``None`` takes those of the ``RayCollector`` that the updater is registered with.
         max_interval: number of updates that each worker skips between two that it gets.
         timeout: seconds within which the workers have to answer.
 
     Raises:
-        ValueError: a worker is unknown, or the weights have other names or shapes than
-            ``policy_weights``.
-        ray.exceptions.RayError: a worker is dead or failed, which Ray describes. The others have
-            been sent the weights.
+        ray.exceptions.RayError: a worker is dead or failed. The others have been sent the weights.
         TimeoutError: workers did not answer in time.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from fusedrl import RayRemoteWeightUpdater
-        >>> updater = RayRemoteWeightUpdater(
-        ...     TensorDict.from_module(torch.nn.Linear(1, 1)), remote_collectors=[], max_interval=2
-        ... )
-        >>> updater.all_worker_ids()
+        >>> weights = TensorDict.from_module(torch.nn.Linear(1, 1))
+        >>> RayRemoteWeightUpdater(weights, remote_collectors=[]).all_worker_ids()
         []
     """
 
@@ -227,43 +328,29 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         timeout: float = 300.0,
     ) -> None:
         self.policy_weights = policy_weights
-        self.remote_collectors = remote_collectors
-        self.max_interval = max(0, max_interval)
+        self.remote_collectors: Any = remote_collectors
+        self.max_interval = max_interval
         self.timeout = seconds("timeout", timeout)
         self._skipped: dict[int, int] = {}  # how many updates, by worker
-
-    def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the collector, and its actors if none were given."""
-        super().register_collector(collector)
-        if self.remote_collectors is None:
-            self.remote_collectors = collector.remote_collectors
 
     def all_worker_ids(self) -> list[int]:
         """The indices of the actors."""
         if self.remote_collectors is None:
-            raise RuntimeError(
-                "remote_collectors: expected handles of Ray actors, got None and no collector; "
-                "pass them, or give this updater to a RayCollector first"
-            )
+            self.remote_collectors = getattr(self.collector, "remote_collectors", None)
+        if self.remote_collectors is None:
+            raise RuntimeError("remote_collectors: expected handles of actors, got None; pass them")
         return list(range(len(self.remote_collectors)))
 
     def _get_server_weights(self) -> Any:
-        import ray
+        return self.policy_weights
 
-        if not ray.is_initialized():  # ray.put would start a cluster
-            raise RuntimeError(
-                "remote_collectors: expected Ray's cluster in which they are, got a process in "
-                "none; call ray.init(), and after ray.shutdown() make other collectors"
-            )
-        return ray.put(StoredWeights(self.policy_weights.data))
-
-    def _maybe_map_weights(self, server_weights: Any) -> Any:
-        import ray
-
+    def _maybe_map_weights(self, server_weights: Any, local_weights: Any = None) -> Any:
         # A collector that is an actor dies of weights that it cannot apply.
-        if server_weights is None or isinstance(server_weights, ray.ObjectRef):
-            return server_weights
-        return named_as(self.policy_weights, server_weights)
+        found = pairs(server_weights, self.policy_weights)
+        values = {identity(tensor): place.value() for tensor, place in found}
+        return self.policy_weights.data.apply(
+            lambda known: values.get(identity(known)) if known.numel() else known
+        )
 
     def _skip_update(self, worker_id: int) -> bool:
         self._skipped[worker_id] = self._skipped.get(worker_id, 0) + 1
@@ -272,18 +359,14 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
         import ray
 
-        if mapped_weights is None:
-            return
-        if not isinstance(mapped_weights, ray.ObjectRef):
-            stored = isinstance(mapped_weights, TensorDictBase)
-            mapped_weights = ray.put(StoredWeights(mapped_weights) if stored else mapped_weights)
+        if not ray.is_initialized():  # ray.put would start a cluster
+            raise RuntimeError("remote_collectors: expected Ray's cluster, got none; make others")
+        if isinstance(mapped_weights, TensorDictBase):
+            mapped_weights = ray.put(StoredWeights(mapped_weights))
         sent = [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
-        answers = [answer for answer in sent if isinstance(answer, ray.ObjectRef)]
-        ray.get(answers, timeout=self.timeout)
+        ray.get(sent, timeout=self.timeout)
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
-        """Send a reference; returns what Ray will resolve once the worker has the weights."""
-        assert self.remote_collectors is not None
         answer = self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
         self._skipped[worker_id] = 0
         return answer
