@@ -9,6 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection, is_tensorclass
@@ -16,7 +17,7 @@ from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collectio
 from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.collectors.options import check_whole
 from fusedrl.collectors.policy_version import versions_in
-from fusedrl.collectors.progress import progress_bar
+from fusedrl.collectors.progress import log_batch
 from fusedrl.compat.tensordict import tensordict_of
 from fusedrl.compat.torchrl import for_buffer
 
@@ -103,20 +104,19 @@ class BatchStream:
         Raises:
             RuntimeError: the collector is shut down, or another thread takes its batches.
         """
-        with progress_bar(self._collector) as advance:
-            while True:
-                self.check()
-                check_whole("max_staleness", self._collector.max_staleness, 0)
-                with self.taking:
-                    ready = self.prepare(advance)
-                if ready is None:
-                    return
-                # Python handles signals, and lets other threads run, at calls and jumps, and so not
-                # between these lines.
-                if self.ready is not ready:
-                    continue  # another thread was handed it
-                batch, ready, self.ready = ready.batch, None, None
-                yield (batch, batch := None)[0]  # a frame that waits keeps no batch; no call here
+        while True:
+            self.check()
+            check_whole("max_staleness", self._collector.max_staleness, 0)
+            with self.taking:
+                ready = self.prepare(partial(log_batch, self._collector))
+            if ready is None:
+                return
+            # Python handles signals, and lets other threads run, at calls and jumps, and so not
+            # between these lines.
+            if self.ready is not ready:
+                continue  # another thread was handed it
+            batch, ready, self.ready = ready.batch, None, None
+            yield (batch, batch := None)[0]  # a frame that waits keeps no batch; no call here
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if no batch can be taken here; nothing has begun then."""

@@ -17,7 +17,8 @@ from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, Collector, ProfileConfig
 
 from fusedrl.collectors.batch_stream import Batches
-from fusedrl.collectors.options import Policy
+from fusedrl.collectors.batches import buffer_of
+from fusedrl.collectors.options import Policy, check_total
 from fusedrl.collectors.policy_version import PolicyVersion, mark_padding
 from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
@@ -25,6 +26,7 @@ from fusedrl.collectors.process.worker import (
     Job,
     load_state,
     make_collector,
+    refuse_other_state,
     set_seed,
     set_version,
     state_on_cpu,
@@ -98,8 +100,7 @@ class AsyncCollector(_AsyncCollector):
         max_staleness: drop a batch if its oldest frame is more than this number of versions behind
             the newest published one when it is handed out; ``stale_frames`` counts the dropped
             frames.
-        progress: show a progress bar, with rich.
-        verbose: log the same figures for each batch, unless there is a bar.
+        verbose: log the figures of each batch: turns, tokens, version, staleness.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
 
     Further arguments are those of ``collector_class``, such as ``device`` and
@@ -138,10 +139,10 @@ class AsyncCollector(_AsyncCollector):
             if not isinstance(getattr(type(self), name, None), property):
                 setattr(self, name, value)
         self.requested_frames_per_batch: Any = options.frames_per_batch
-        self.total_frames: Any = options.total
+        self.total_frames: Any = check_total("total_frames", options.total_frames)
         track = options.track_policy_version
         self.policy_version_tracker = PolicyVersion() if track is True else track or None
-        self.replay_buffer = options.buffer
+        self.replay_buffer = buffer_of(options.replay_buffer, options.queue)
         self.traj_format = trajectory_format(
             self.traj_format, self.trajs_per_batch, has_buffer=options.replay_buffer is not None
         )
@@ -359,7 +360,7 @@ class AsyncCollector(_AsyncCollector):
         scheme, version = self._weights.schemes.get("policy"), state_dict.get("policy_version")
         if scheme is not None:
             weights = worker.pop(POLICY_STATE, None)
-            self._call(load_state, worker, False)  # refuses what does not fit
+            self._call(refuse_other_state, worker, False)
             scheme.restore(weights, version)
         # Batches that the worker has made meanwhile, with other weights, are outdated.
         self._call(load_state, worker, scheme is None, anew=True)
