@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,11 +16,11 @@ from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.following import Following
-from fusedrl.collectors.batch_stream import SHUT_DOWN, Batches, BatchStream, Ready
 from fusedrl.collectors.batches import batches_of, buffer_of
 from fusedrl.collectors.options import DialogOptions, check_environment, check_state, check_total
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
+from fusedrl.collectors.stream import SHUT_DOWN, Batches, Stream, finished
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torch import map_leaves
@@ -35,13 +34,13 @@ from fusedrl.weights.worker_end import POLICY_STATE
 class LLMCollector(_LLMCollector):
     """Collects dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
 
-    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Each turn says to
-    which trajectory it belongs (``("collector", "traj_ids")``) and, if versions are tracked, which
-    version the policy had when it was called for the turn (``"policy_version"``, also in
-    ``"next"``).
+    It takes the place of torchrl's class, with its arguments, and ``isinstance`` accepts it as one.
+    Each turn says to which trajectory it belongs (``("collector", "traj_ids")``) and, if versions
+    are tracked, which one the policy had when it was called for it (``"policy_version"``, also in
+    ``"next"``). Batches are flat by default if there is a ``replay_buffer`` or a ``queue``. An
+    ``AsyncEnvPool`` yields each completed trajectory at once.
 
     Args:
-        env: an environment, or a function that makes one.
         weight_sync_schemes: torchrl's schemes by the names of their models, instead of a
             ``weight_updater``.
         channel: a reader or handle of the channel from which the policy's weights come. Each turn,
@@ -57,15 +56,10 @@ class LLMCollector(_LLMCollector):
             oldest.
         verbose: log the figures of each batch: turns, tokens, version, staleness.
 
-    The other arguments are torchrl's. Batches have one dimension by default if there is a
-    ``replay_buffer`` or a ``queue``, and an ``AsyncEnvPool`` yields each completed trajectory at
-    once.
-
     Raises:
         TypeError: arguments exclude each other, or one is missing.
-        ValueError: a number is out of range, the environment does not have the one batch dimension
-            that completed trajectories need, or the environments of a pool have several dialogs
-            each.
+        ValueError: a number is out of range, completed trajectories come from an environment that
+            has not one batch dimension, or environments of a pool have several dialogs each.
         RuntimeError: ``async_envs`` without an ``AsyncEnvPool``.
 
     Example:
@@ -81,10 +75,10 @@ class LLMCollector(_LLMCollector):
         ...     track_policy_version=True,
         ... )
         >>> for batch in collector:
-        ...     print(tuple(batch.shape), batch["policy_version"].tolist())
+        ...     print(tuple(batch.shape), batch["policy_version"].unique().item())
         ...     collector.increment_version()
-        (2, 2) [[0, 0], [0, 0]]
-        (2, 2) [[1, 1], [1, 1]]
+        (2, 2) 0
+        (2, 2) 1
     """
 
     closed = True  # until the constructor has succeeded
@@ -92,7 +86,7 @@ class LLMCollector(_LLMCollector):
 
     def __init__(self, env: Any, **arguments: Any) -> None:
         options = DialogOptions(env, **arguments)
-        self._stream = RolloutBatches(self, None)
+        self._stream = Stream(self)
         env = options.env if isinstance(options.env, EnvBase) else options.env()
         check_environment(env, options.async_envs, options.completed)
         policy = options.policy if options.policy_factory is None else options.policy_factory()
@@ -207,18 +201,34 @@ class LLMCollector(_LLMCollector):
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
-        yield from self._stream.rest()
+        while taken := self._stream.take():
+            yield taken.pop()  # a frame that waits keeps no batch
+
+    def _arrive(self) -> TensorDictBase | None:
+        self._require_open()
+        if self._frames >= self.total_frames:
+            return None
+        batch = self.rollout()
+        self._iter += 1
+        self._increment_frames(batch.numel())
+        return batch
+
+    def _ahead(self) -> None:
+        """Nothing: turns run when they are asked for."""
+
+    def _postproc(self, batch: Any) -> Any:
+        batch = finished(batch, self.postproc)
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
+        return batch
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`shutdown`.
 
         An error in the thread is logged at once and raised by the next call.
-
-        Raises:
-            RuntimeError: there is no replay buffer.
         """
         self._require_open()
-        self._stream.background.start(self.__iter__, self.replay_buffer)
+        self._stream.background.start(self.iterator, self.replay_buffer)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
@@ -247,28 +257,19 @@ class LLMCollector(_LLMCollector):
 
     # Weights and versions.
 
-    @property
-    def weight_updater(self) -> Any:
-        """The weight updater, or ``None``. Setting one registers it with this collector."""
-        return self._weight_updater
-
-    @weight_updater.setter
+    @BaseCollector.weight_updater.setter
     def weight_updater(self, value: Any) -> None:
-        if value is not None:
-            made = hasattr(value, "register_collector") and not isinstance(value, type)
-            value = value if made else value()
-            value.register_collector(self)
-            for name in ("push_weights", "update_weights"):  # torchrl's name, and ours
-                if hasattr(value, name):  # an update is one version, whoever calls it
-                    setattr(value, name, self._versions.update()(getattr(value, name)))
-        self._weight_updater = value
+        """The weight updater, or ``None``. Setting one registers it with this collector."""
+        set_updater: Any = BaseCollector.weight_updater.fset
+        set_updater(self, value)
+        for name in ("push_weights", "update_weights"):  # torchrl's name, and ours
+            if hasattr(self._weight_updater, name):  # an update is one version, whoever calls it
+                update = getattr(self._weight_updater, name)
+                setattr(self._weight_updater, name, self._versions.update()(update))
 
     @property
     def policy_version(self) -> Any:
-        """The version that the next turn will have; ``None`` if versions are not tracked.
-
-        With a channel it is the newest published version.
-        """
+        """The version of the next turn, a channel's newest; ``None`` if none is tracked."""
         return self._versions.newest
 
     def increment_version(self) -> None:
@@ -303,10 +304,7 @@ class LLMCollector(_LLMCollector):
     def receive_weights(
         self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
     ) -> None:
-        """Take the given weights, or those of the receiving schemes, and count one version.
-
-        It waits and raises as :meth:`update_policy_weights_`.
-        """
+        """As :meth:`update_policy_weights_`, also with those of the receiving schemes."""
         named = [each for each in (policy_or_weights, weights, policy) if each is not None]
         has_schemes = receives_by_schemes(self)
         if not named and not has_schemes:
@@ -319,13 +317,10 @@ class LLMCollector(_LLMCollector):
                 write_weights(self.policy, named[0])
 
     def hold_turns(self, follower: Following) -> Callable[[bool], None]:
-        """Let each turn hold one version of what follows a channel.
+        """Let each turn hold one version of what follows a channel, unless another does.
 
         Returns:
             A function that undoes it; its argument says whether the policy keeps its version.
-
-        Raises:
-            ValueError: another channel is followed.
         """
         return self._versions.follow(follower)
 
@@ -337,25 +332,19 @@ class LLMCollector(_LLMCollector):
     # The state, and the end.
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Start new dialogs at the next rollout; no later batch has turns from before.
-
-        Raises:
-            NotImplementedError: an ``index`` is given.
-        """
+        """Start all dialogs anew at the next rollout; no later batch has turns from before."""
         if index is not None or kwargs:
             raise NotImplementedError(
                 "index: expected None, got a part of the environment; all dialogs start anew"
             )
         self._loop.restart(finished=True)
-        self._stream.forget()
 
     def state_dict(self) -> Any:
         """The state of environment, policy, counts and version; later rollouts do not change it."""
         self._require_open()
         state = super().state_dict()
         if self._versions.follower is not None and POLICY_STATE in state:
-            # A scheme in the trainer's process gives the collector a policy of its own, whose
-            # weights lie in memory that is written again.
+            # These lie in a channel's memory, which is written again.
             state[POLICY_STATE] = map_leaves(
                 lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x,
                 self.policy.state_dict(),
@@ -374,8 +363,7 @@ class LLMCollector(_LLMCollector):
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            KeyError, ValueError: entries are missing or do not fit, and nothing has changed.
-            RuntimeError: the collector is shut down.
+            KeyError, TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
         self._require_open()
         own, given, follower = (
@@ -383,7 +371,7 @@ class LLMCollector(_LLMCollector):
             OrderedDict(state_dict),
             self._versions.follower,
         )
-        loads = policy_with_state(self)
+        loads = policy_with_state(self)  # the trainer's, where a scheme gave the collector a copy
         # What has come through a channel lies in memory that is only read.
         brought = loads is self.policy and follower is not None and follower.version is not None
         if brought or loads is None:
@@ -395,10 +383,7 @@ class LLMCollector(_LLMCollector):
             super().load_state_dict(given, **(kwargs | {"strict": False}))
 
     def shutdown(
-        self,
-        timeout: float | None = None,
-        close_env: bool = True,
-        raise_on_error: bool = True,
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """End a thread that was started, close the environment, and stop following the channel.
 
@@ -411,9 +396,7 @@ class LLMCollector(_LLMCollector):
                 thread of :meth:`start` and was not raised yet.
         """
         background = self._stream.background
-        # torchrl shuts down a collector that fails, which is no reason to forget why.
-        if not background.is_current() or sys.exc_info()[0] is None:
-            background.stop()
+        background.stop()
         background.join(timeout)
         if not background.is_running():
             self._ends = True
@@ -424,38 +407,7 @@ class LLMCollector(_LLMCollector):
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
             self._versions.leave()
-        if raise_on_error and not background.is_current():
+        if raise_on_error:
             background.check()
 
     async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
-
-
-class RolloutBatches(BatchStream):
-    """The batches of turns that run in the thread that iterates."""
-
-    counter = "LLMCollector.stale_turns"
-
-    def check(self) -> None:
-        """Raise ``RuntimeError`` if the collector is closed."""
-        self._collector._require_open()
-
-    def _wait(self) -> Ready | None:
-        collector: Any = self._collector
-        if collector._frames >= collector.total_frames:
-            return None
-        self.buffer = collector.replay_buffer
-        return Ready(collector.rollout())
-
-    def _count(self, arrived: Ready) -> bool:
-        self._collector._iter += 1
-        self._collector._increment_frames(arrived.batch.numel())
-        return True
-
-    def _request(self) -> None:
-        """Do nothing: the next turns run when they are asked for."""
-
-    def _finished(self, batch: Any) -> Any:
-        batch = super()._finished(batch)
-        if self._collector.post_collect_hook is not None:
-            self._collector.post_collect_hook(batch)
-        return batch

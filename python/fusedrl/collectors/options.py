@@ -23,12 +23,7 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 @dataclass(eq=False)
 class DialogOptions:
-    """The arguments of :class:`fusedrl.LLMCollector`, checked when the record is made.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: an argument is invalid, or some exclude each other. The
-            message names the argument.
-    """
+    """The arguments of :class:`fusedrl.LLMCollector`, checked when the record is made."""
 
     env: Any
     _: KW_ONLY
@@ -53,11 +48,11 @@ class DialogOptions:
     verbose: bool = False
 
     def __post_init__(self) -> None:
+        """Check all of them."""
         check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
         check_total("total_dialog_turns", self.total_dialog_turns)
         check_ways(self, (WeightHandle, WeightReader), ("policy_factory", "policy"))
         whole, last = self.yield_completed_trajectories, self.yield_only_last_steps
-        self.completed = bool(whole or last)
         if self.dialog_turns_per_batch is None and not self.completed:
             raise TypeError(
                 "dialog_turns_per_batch: expected a number of turns, got None; it may be left out "
@@ -68,6 +63,11 @@ class DialogOptions:
                 "yield_only_last_steps: expected it without yield_completed_trajectories=False, "
                 "flatten_data and reset_at_each_iter, got one of them; leave that out"
             )
+
+    @property
+    def completed(self) -> bool:
+        """Whether batches have completed trajectories."""
+        return bool(self.yield_completed_trajectories or self.yield_only_last_steps)
 
 
 # What Python says of an argument that is missing or unknown.
@@ -112,11 +112,7 @@ def check_whole(name: str, value: Any, least: int, optional: bool = True) -> Non
 
 
 def check_total(name: str, value: Any) -> float:
-    """As :func:`check_whole`, for a total, which may be a float such as 1e6, -1 or infinity.
-
-    Returns:
-        The total; infinity for those that never end.
-    """
+    """A total, which may be a float such as 1e6; -1, infinity and ``None`` never end."""
     if value is None or value in (-1, float("inf")):
         return float("inf")
     total = int(value) if isinstance(value, float) and value.is_integer() else value
@@ -132,29 +128,24 @@ def check_environment(env: Any, async_envs: bool | None, completed: bool) -> Non
         sizes = [tuple(size) for size in env.env_batch_sizes if size.numel() > 1]
         if sizes:
             raise ValueError(
-                f"env: expected a pool of environments with one dialog each, got one with "
-                f"batch_size={sizes[0]}; make it AsyncEnvPool([make_env] * n) with an environment "
-                "for each dialog"
+                f"env: expected a pool of environments with one dialog each, got batch_size="
+                f"{sizes[0]}; give AsyncEnvPool an environment for each dialog"
             )
     elif async_envs:
         raise RuntimeError(
-            f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; make it "
-            "AsyncEnvPool([make_env] * n), or leave async_envs out"
+            f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; leave it out"
         )
     elif completed and len(env.batch_size) != 1:
         raise ValueError(
-            "yield_completed_trajectories: expected an env with one batch dimension, got "
-            f"batch_size={tuple(env.batch_size)}; give the env batch_size=(n,) for n dialogs"
+            "yield_completed_trajectories: expected an env with batch_size=(n,) for n dialogs, "
+            f"got batch_size={tuple(env.batch_size)}; make such a one"
         )
 
 
 def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool = True) -> None:
-    """Raise unless a collector can load all of a state, before it loads any of it.
+    """Raise unless a collector that has its ``own`` state can load all of the one that is given.
 
-    Args:
-        own: the collector's own state.
-        given: the other one.
-        strict: whether it must have the same entries for the environment and for the policy.
+    Without ``strict`` it may lack what is the environment's and the policy's, or have more.
     """
     needed = {"frames", "iter", *(name for name in own if strict and name.endswith("_state_dict"))}
     mine, theirs = (

@@ -18,14 +18,12 @@ MASK = ("masks", "all_attention_mask")
 
 
 def log_batch(collector: Any, batch: TensorDictBase) -> None:
-    """Log a collector's progress with the figures of a batch, if it is ``verbose``."""
-    if collector.verbose:
-        figures = turn_metrics(batch, collector.policy_version, prefix="")
-        figures["turns"] = frames_of(collector)  # all of them
-        figures = {"turns": figures.pop("turns")} | figures
-        del figures["count"]
-        said = ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
-        logger.info("%s: %s", collector.__class__.__name__, said)
+    """Log how many turns a collector has run, and the figures of a batch."""
+    figures = turn_metrics(batch, collector.policy_version, prefix="")
+    figures = {"turns": frames_of(collector)} | figures
+    del figures["count"]
+    said = ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
+    logger.info("%s: %s", collector.__class__.__name__, said)
 
 
 def response_tokens(batch: TensorDictBase) -> int | None:

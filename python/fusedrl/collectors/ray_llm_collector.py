@@ -12,9 +12,9 @@ from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.channel.sources import places_of, ranks_of_shards
-from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import DialogOptions, check_total
+from fusedrl.collectors.stream import Batches
 from fusedrl.compat.torchrl import ray_buffer_client
 from fusedrl.transport import Serialized, deserialize, serialize
 from fusedrl.weights.ray_store import StoredWeights
