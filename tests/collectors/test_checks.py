@@ -34,7 +34,11 @@ DIALOGS = {"collector_class": LLMCollector}
         ({"policy_factory": lambda: policy}, TypeError, "policy_factory: expected .* got both"),
         ({"weight_updater": 1, "weight_sync_schemes": {}}, TypeError, "weight_updater: .* both"),
         *(
-            (LAST | {name: value}, TypeError, f"yield_only_last_steps: expected it without .*{name}")
+            (
+                LAST | {name: value},
+                TypeError,
+                f"yield_only_last_steps: expected it without .*{name}",
+            )
             for name, value in (
                 ("yield_completed_trajectories", False),
                 ("flatten_data", False),

@@ -127,6 +127,8 @@ class AsyncCollector(_AsyncCollector):
 
     closed = True  # until the constructor has succeeded
     num_workers = 1
+    prefetch: int
+    timeout: float | None
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
 
     def __init__(self, create_env_fn: Any, policy: Policy | None = None, **arguments: Any) -> None:
