@@ -67,7 +67,7 @@ NEEDED: dict[str, dict[str, str]] = {
             "_ignore_rb _receiver_schemes _policy_w_state_dict _frames "
             "_setup_weight_sync _setup_policy_version_tracking _make_carrier "
             "_maybe_make_final_rollout _maybe_fallback_update _receive_weights_scheme _postproc "
-            "_traj_pool _increment_frames _iter _carrier _weight_updater _iteration_started "
+            "_traj_pool _increment_frames _iter _carrier _weight_updater "
             "_iterator _wrapped_policy_uncompiled _wrapped_policy_maybe_compiled"
         ),
         "torchrl.collectors._base": "_ProfilerHook",

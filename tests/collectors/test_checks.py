@@ -23,29 +23,27 @@ class WithAnArgument(LLMCollector):
         self.extra = extra
 
 
+LAST = {"yield_only_last_steps": True}
 DIALOGS = {"collector_class": LLMCollector}
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"queue": queue.Queue(), "replay_buffer": 1}, RuntimeError, "queue: expected .* got both"),
+        ({"queue": queue.Queue(), "replay_buffer": 1}, TypeError, "queue: expected .* got both"),
         ({"policy_factory": lambda: policy}, TypeError, "policy_factory: expected .* got both"),
         ({"weight_updater": 1, "weight_sync_schemes": {}}, TypeError, "weight_updater: .* both"),
-        (
-            {"yield_only_last_steps": True, "yield_completed_trajectories": False},
-            TypeError,
-            "yield_completed_trajectories: expected True or None .* got False",
-        ),
-        (
-            {"yield_only_last_steps": True, "flatten_data": False},
-            TypeError,
-            "flatten_data: expected None .* got False",
-        ),
-        (
-            {"yield_only_last_steps": True, "reset_at_each_iter": True},
-            TypeError,
-            "reset_at_each_iter: expected False .* got True",
+        *(
+            (
+                LAST | {name: value},
+                TypeError,
+                f"yield_only_last_steps: expected it without .*{name}",
+            )
+            for name, value in (
+                ("yield_completed_trajectories", False),
+                ("flatten_data", False),
+                ("reset_at_each_iter", True),
+            )
         ),
         ({"dialog_turns_per_batch": None}, TypeError, "dialog_turns_per_batch: .* got None"),
         ({"dialog_turns_per_batch": 0}, ValueError, "dialog_turns_per_batch: .* got 0"),

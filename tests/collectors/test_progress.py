@@ -1,8 +1,7 @@
-"""What a collector shows or logs: turns, tokens, versions and their rates."""
+"""The figures of a batch, and what a collector logs of them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -76,10 +75,3 @@ def test_verbose_logs_a_line_for_each_batch(collect, caplog):
         "LLMCollector: turns 4, reward 1.5, version 0, staleness 2",  # the turns have 0 and 1
         "LLMCollector: turns 8, reward 2.75, version 3, staleness 2",
     ]
-
-
-def test_a_progress_bar(chat_env, collect, greedy, capsys):
-    pytest.importorskip("rich")
-    list(collect(chat_env(), policy=greedy(), progress=True, track_policy_version=True))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"8/8 turns, tokens \d+, reward 1, version 0, staleness 0", shown)

@@ -135,6 +135,7 @@ def batches_of(
 ) -> TurnBatches | DialogBatches:
     """The queue for the turns of an environment; a pool hands out each finished dialog at once."""
     rows = env.batch_size.numel()
+    wanted = -(-wanted // rows) * rows  # whole steps
     if not completed:
         return TurnBatches(rows, wanted, flat)
     return DialogBatches(rows, 1 if isinstance(env, AsyncEnvPool) else wanted, only_last)
@@ -167,3 +168,8 @@ class QueueBuffer:
                     )
                     with suppress(queue.Empty):  # a reader has taken it first
                         self.queue.get_nowait()
+
+
+def buffer_of(replay_buffer: Any, queue: Any) -> Any:
+    """The replay buffer, or what stands in its place for a queue."""
+    return replay_buffer if queue is None else QueueBuffer(queue)

@@ -3,69 +3,46 @@
 from __future__ import annotations
 
 import inspect
-import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 from torchrl.collectors import BaseCollector, Collector
+from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.following import Following
-from fusedrl.collectors.batch_stream import Batches
-from fusedrl.collectors.batches import batches_of
-from fusedrl.collectors.loop_collector import LoopCollector, RolloutBatches
-from fusedrl.collectors.options import (
-    DialogOptions,
-    check_environment,
-)
+from fusedrl.collectors.batches import batches_of, buffer_of
+from fusedrl.collectors.options import DialogOptions, check_environment, check_state, check_total
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
-from fusedrl.collectors.state import copied, load_or_undo
+from fusedrl.collectors.stream import SHUT_DOWN, Batches, Stream, finished
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
+from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
-from fusedrl.weights.follow import follow_channel
+from fusedrl.weights.follow import follow_channel, refuse_another_policy
+from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import write_weights
 from fusedrl.weights.worker_end import POLICY_STATE
 
 
-class LLMCollector(LoopCollector):
+class LLMCollector(_LLMCollector):
     """Collects dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
 
-    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Each turn says to
-    which trajectory it belongs (``("collector", "traj_ids")``) and, if versions are tracked, which
-    version the policy had when it was called for the turn (``"policy_version"``, also in
-    ``"next"``).
+    It takes the place of torchrl's class, with its arguments, and ``isinstance`` accepts it as one.
+    Each turn says to which trajectory it belongs (``("collector", "traj_ids")``) and, if versions
+    are tracked, which one the policy had when it was called for it (``"policy_version"``, also in
+    ``"next"``). Batches are flat by default if there is a ``replay_buffer`` or a ``queue``. An
+    ``AsyncEnvPool`` yields each completed trajectory at once.
 
     Args:
-        env: an environment, or a function that makes one.
-        policy: takes a tensordict and returns one, either a new one or the same.
-        policy_factory: a function that makes the policy; pass it instead of ``policy``.
-        dialog_turns_per_batch: number of turns in a batch, rounded up to whole steps of the
-            environment. Completed trajectories do not need it.
-        yield_only_last_steps: yield only the last turn of each completed trajectory. The other
-            turns still count towards ``total_dialog_turns``.
-        yield_completed_trajectories: yield batches of completed trajectories, one after the other,
-            with at least ``dialog_turns_per_batch`` turns. An ``AsyncEnvPool`` yields each
-            trajectory as soon as it is complete. The default is the value of
-            ``yield_only_last_steps``.
-        postproc: a function that gets each batch and returns what is yielded or stored.
-        total_dialog_turns: number of turns to run in all; -1 never ends.
-        async_envs: ``True`` asserts that ``env`` is an ``AsyncEnvPool``. The collector sees that
-            without it.
-        replay_buffer: a buffer that is extended with each batch; the iterator then yields ``None``.
-        reset_at_each_iter: start new dialogs for each batch; dialogs that are running end.
-        flatten_data: whether batches have one dimension, dialog after dialog, instead of (dialogs,
-            time). By default they have if there is a ``replay_buffer`` or a ``queue``.
-        weight_updater: an updater of torchrl's or of ours, or a function that makes one.
-        weight_sync_schemes: torchrl's schemes by the names of their models, instead of an updater.
-        queue: takes single turns instead of a ``replay_buffer``. If it is full, it drops the
-            oldest.
+        weight_sync_schemes: torchrl's schemes by the names of their models, instead of a
+            ``weight_updater``.
         channel: a reader or handle of the channel from which the policy's weights come. Each turn,
             from the policy's call to the last transform of ``env``, computes with the version that
             is newest when it begins. Before the first version it computes with the policy's own
@@ -75,16 +52,15 @@ class LLMCollector(LoopCollector):
             is added to the environment unless it is there; an ``AsyncEnvPool`` needs none.
         max_staleness: drop a batch if its oldest turn is more than this number of versions behind
             the policy's, or the channel's; ``stale_turns`` counts the dropped turns.
-        progress: show a progress bar, with rich: turns, tokens, version, staleness.
-        verbose: log the same figures for each batch, unless there is a bar.
+        queue: takes single turns instead of a ``replay_buffer``. If it is full, it drops the
+            oldest.
+        verbose: log the figures of each batch: turns, tokens, version, staleness.
 
     Raises:
         TypeError: arguments exclude each other, or one is missing.
-        ValueError: a number is out of range, the environment does not have the one batch dimension
-            that completed trajectories need, or the environments of a pool have several dialogs
-            each.
-        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``, a queue beside a replay buffer, or
-            weights that are given to a collector with a channel.
+        ValueError: a number is out of range, completed trajectories come from an environment that
+            has not one batch dimension, or environments of a pool have several dialogs each.
+        RuntimeError: ``async_envs`` without an ``AsyncEnvPool``.
 
     Example:
         >>> import torch
@@ -99,24 +75,27 @@ class LLMCollector(LoopCollector):
         ...     track_policy_version=True,
         ... )
         >>> for batch in collector:
-        ...     print(tuple(batch.shape), batch["observation"].squeeze(-1).tolist())
+        ...     print(tuple(batch.shape), batch["policy_version"].unique().item())
         ...     collector.increment_version()
-        (2, 2) [[0, 1], [0, 1]]
-        (2, 2) [[2, 0], [2, 0]]
-        >>> batch["policy_version"].tolist()
-        [[1, 1], [1, 1]]
+        (2, 2) 0
+        (2, 2) 1
     """
+
+    closed = True  # until the constructor has succeeded
+    _ends = False  # whether collecting ends before the next turn
 
     def __init__(self, env: Any, **arguments: Any) -> None:
         options = DialogOptions(env, **arguments)
-        self._collecting = threading.RLock()  # held by the thread that runs turns
-        self._stream = RolloutBatches(self, None)
+        self._stream = Stream(self)
         env = options.env if isinstance(options.env, EnvBase) else options.env()
+        check_environment(env, options.async_envs, options.completed)
+        policy = options.policy if options.policy_factory is None else options.policy_factory()
+        self.async_envs = isinstance(env, AsyncEnvPool)
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories = options.completed
-        check_environment(env, options.async_envs, options.completed)
-        self.async_envs = isinstance(env, AsyncEnvPool)
-        policy = options.policy if options.policy_factory is None else options.policy_factory()
+        buffer, flat = buffer_of(options.replay_buffer, options.queue), options.flatten_data
+        self.flatten_data = buffer is not None if flat is None else flat
+        self.verbose, self.max_staleness = options.verbose, options.max_staleness
         self._versions = Versions()
         with ExitStack() as undo:
             undo.callback(self._versions.leave)
@@ -124,14 +103,20 @@ class LLMCollector(LoopCollector):
                 channel, mode = options.channel, options.channel_mode
                 self._versions.follow(*follow_channel(channel, policy, mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
+            wanted = options.dialog_turns_per_batch or 1
+            last = self.yield_only_last_steps
+            batches = batches_of(env, wanted, self.flatten_data, options.completed, last)
+            total = check_total("total_dialog_turns", options.total_dialog_turns)
+            loop = PoolLoop if self.async_envs else TurnLoop
+            self._loop = loop(env, batches, self._versions, total)
             # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
             Collector.__init__(
                 self,
                 env,
                 policy,
-                frames_per_batch=options.dialog_turns_per_batch or 1,
+                frames_per_batch=wanted,
                 total_frames=options.total_dialog_turns,  # pyright: ignore[reportArgumentType]
-                replay_buffer=options.buffer,
+                replay_buffer=buffer,
                 weight_updater=options.weight_updater,
                 weight_sync_schemes=options.weight_sync_schemes,
                 reset_at_each_iter=options.reset_at_each_iter,
@@ -143,28 +128,70 @@ class LLMCollector(LoopCollector):
                 auto_register_policy_transforms=False,
             )
             undo.pop_all()
-        flat = options.flatten_data
-        self.flatten_data = self.replay_buffer is not None if flat is None else flat
-        self.progress, self.verbose = options.progress, options.verbose
-        self.max_staleness = options.max_staleness
-        batches = batches_of(
-            self.env,
-            self.requested_frames_per_batch,
-            self.flatten_data,
-            self.yield_completed_trajectories,
-            self.yield_only_last_steps,
-        )
-        loop = PoolLoop if self.async_envs else TurnLoop
-        self._loop = loop(self.env, batches, self._versions, self.total_frames)
         for inner in getattr(env, "envs", ()) if self.async_envs else ():
             inner.register_collector(self)  # environments in processes cannot know the collector
 
     __init__.__signature__ = inspect.signature(DialogOptions.__init__)  # pyright: ignore[reportFunctionMemberAccess]
 
+    # What torchrl's constructor calls, and its methods.
+
+    def __bool__(self) -> bool:
+        """Always true: Ray asks its actors, and the length that torchrl gives may be infinite."""
+        return True
+
+    def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
+        self.policy_version_tracker = self._versions.tracker
+
+    def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
+        # torchrl tells the collector only to schemes that nobody has initialised before.
+        for scheme in (weight_sync_schemes or {}).values():
+            if isinstance(scheme, ChannelWeightSyncScheme):
+                scheme.join(self)  # pyright: ignore[reportAttributeAccessIssue]
+        super()._setup_weight_sync(weight_updater, weight_sync_schemes)
+
+    def _make_carrier(self) -> None:
+        # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.
+        self._carrier = TensorDict()
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        """Do not call the policy, to know its keys: an LLM would answer the lost prompts."""
+
     @property
-    def stale_turns(self) -> int:
-        """Turns that ``max_staleness`` dropped."""
-        return self._stream.dropped
+    def _frames(self) -> int:
+        return self._loop.frames
+
+    @_frames.setter
+    def _frames(self, frames: int) -> None:
+        self._loop.frames = frames
+
+    @property
+    def _traj_pool(self) -> Any:
+        return self._loop.trajectories
+
+    @property
+    def policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The policy; another one may be set unless its weights come from a channel."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Any) -> None:
+        followed = self._versions.follower is not None and "_policy" in vars(self)
+        if followed and policy is not self._policy:
+            refuse_another_policy()
+        self._policy = policy
+
+    def _maybe_fallback_update(
+        self, policy_or_weights: Any = None, *, model_id: str | None = None
+    ) -> None:
+        # torchrl calls this without an updater and a scheme, and takes tensordicts only.
+        if policy_or_weights is None or model_id not in (None, "policy"):
+            super()._maybe_fallback_update(policy_or_weights, model_id=model_id)
+        else:
+            write_weights(self.policy, policy_or_weights)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
+        with self._versions.update(numbered=model_version is not None):
+            super()._receive_weights_scheme(model_version=model_version)
 
     # Batches.
 
@@ -174,18 +201,34 @@ class LLMCollector(LoopCollector):
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
-        yield from self._stream.rest()
+        while taken := self._stream.take():
+            yield taken.pop()  # a frame that waits keeps no batch
+
+    def _arrive(self) -> TensorDictBase | None:
+        self._require_open()
+        if self._frames >= self.total_frames:
+            return None
+        batch = self.rollout()
+        self._iter += 1
+        self._increment_frames(batch.numel())
+        return batch
+
+    def _ahead(self) -> None:
+        """Nothing: turns run when they are asked for."""
+
+    def _postproc(self, batch: Any) -> Any:
+        batch = finished(batch, self.postproc)
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
+        return batch
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`shutdown`.
 
         An error in the thread is logged at once and raised by the next call.
-
-        Raises:
-            RuntimeError: there is no replay buffer.
         """
         self._require_open()
-        self._stream.background.start(self.__iter__, self.replay_buffer)
+        self._stream.background.start(self.iterator, self.replay_buffer)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
@@ -199,37 +242,34 @@ class LLMCollector(LoopCollector):
             self.pre_collect_hook()
         if self.reset_at_each_iter:
             self._loop.restart()
-        with self._collecting:
+        with self._stream.taking:
             return self._loop.batch(self.policy, self._require_open)
 
-    def is_initialized(self) -> bool:
-        """Whether the collector can be used: it is not shut down."""
-        return not self.closed
+    def _require_open(self) -> None:
+        self._stream.background.check()
+        if self.closed or self._ends:
+            raise RuntimeError(SHUT_DOWN)
+
+    @property
+    def stale_turns(self) -> int:
+        """Turns that ``max_staleness`` dropped."""
+        return self._stream.dropped
 
     # Weights and versions.
 
-    @property
-    def weight_updater(self) -> Any:
-        """The weight updater, or ``None``. Setting one registers it with this collector."""
-        return self._weight_updater
-
-    @weight_updater.setter
+    @BaseCollector.weight_updater.setter
     def weight_updater(self, value: Any) -> None:
-        if value is not None:
-            made = hasattr(value, "register_collector") and not isinstance(value, type)
-            value = value if made else value()
-            value.register_collector(self)
-            for name in ("push_weights", "update_weights"):  # torchrl's name, and ours
-                if hasattr(value, name):  # an update is one version, whoever calls it
-                    setattr(value, name, self._versions.update()(getattr(value, name)))
-        self._weight_updater = value
+        """The weight updater, or ``None``. Setting one registers it with this collector."""
+        set_updater: Any = BaseCollector.weight_updater.fset
+        set_updater(self, value)
+        for name in ("push_weights", "update_weights"):  # torchrl's name, and ours
+            if hasattr(self._weight_updater, name):  # an update is one version, whoever calls it
+                update = getattr(self._weight_updater, name)
+                setattr(self._weight_updater, name, self._versions.update()(update))
 
     @property
     def policy_version(self) -> Any:
-        """The version that the next turn will have; ``None`` if versions are not tracked.
-
-        With a channel it is the newest published version.
-        """
+        """The version of the next turn, a channel's newest; ``None`` if none is tracked."""
         return self._versions.newest
 
     def increment_version(self) -> None:
@@ -264,10 +304,7 @@ class LLMCollector(LoopCollector):
     def receive_weights(
         self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
     ) -> None:
-        """Take the given weights, or those of the receiving schemes, and count one version.
-
-        It waits and raises as :meth:`update_policy_weights_`.
-        """
+        """As :meth:`update_policy_weights_`, also with those of the receiving schemes."""
         named = [each for each in (policy_or_weights, weights, policy) if each is not None]
         has_schemes = receives_by_schemes(self)
         if not named and not has_schemes:
@@ -280,13 +317,10 @@ class LLMCollector(LoopCollector):
                 write_weights(self.policy, named[0])
 
     def hold_turns(self, follower: Following) -> Callable[[bool], None]:
-        """Let each turn hold one version of what follows a channel.
+        """Let each turn hold one version of what follows a channel, unless another does.
 
         Returns:
             A function that undoes it; its argument says whether the policy keeps its version.
-
-        Raises:
-            ValueError: another channel is followed.
         """
         return self._versions.follow(follower)
 
@@ -295,64 +329,26 @@ class LLMCollector(LoopCollector):
         # In a pool, updates wait for the environments.
         return nullcontext() if self.async_envs else self._versions.call()
 
-    def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Start new dialogs at the next rollout; no later batch has turns from before.
+    # The state, and the end.
 
-        Raises:
-            NotImplementedError: an ``index`` is given.
-        """
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Start all dialogs anew at the next rollout; no later batch has turns from before."""
         if index is not None or kwargs:
             raise NotImplementedError(
                 "index: expected None, got a part of the environment; all dialogs start anew"
             )
-        self._restart()
-
-    def _restart(self) -> None:
         self._loop.restart(finished=True)
-        self._stream.forget()
-
-    def shutdown(
-        self,
-        timeout: float | None = None,
-        close_env: bool = True,
-        raise_on_error: bool = True,
-    ) -> None:
-        """End a thread that was started, close the environment, and stop following the channel.
-
-        A rollout in another thread ends after its current turn, with a ``RuntimeError``.
-
-        Args:
-            timeout: seconds to wait for the thread, or for the current turn.
-            close_env: whether to close the environment too.
-            raise_on_error: whether to raise the errors of closing, or the error that ended the
-                thread of :meth:`start` and was not raised yet.
-        """
-        background = self._stream.background
-        # torchrl shuts down a collector that fails, which is no reason to forget why.
-        if not background.is_current() or sys.exc_info()[0] is None:
-            background.stop()
-        background.join(timeout)
-        if not background.is_running():
-            self._ends = True
-            # Closed while it steps, an environment fails in ways that do not say why.
-            if self._collecting.acquire(timeout=-1 if timeout is None else timeout):
-                self._collecting.release()
-        try:
-            super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        finally:
-            self._versions.leave()
-        if raise_on_error and not background.is_current():
-            background.check()
-
-    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
 
     def state_dict(self) -> Any:
         """The state of environment, policy, counts and version; later rollouts do not change it."""
         self._require_open()
         state = super().state_dict()
         if self._versions.follower is not None and POLICY_STATE in state:
-            # A scheme in the trainer's process gives the collector a policy of its own.
-            state[POLICY_STATE] = copied(self.policy.state_dict())
+            # These lie in a channel's memory, which is written again.
+            state[POLICY_STATE] = map_leaves(
+                lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x,
+                self.policy.state_dict(),
+            )
         return state
 
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
@@ -367,17 +363,51 @@ class LLMCollector(LoopCollector):
             kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
 
         Raises:
-            KeyError, RuntimeError: entries are missing or do not fit, and nothing has changed, or
-                the collector is shut down.
+            KeyError, TypeError, ValueError: the state does not fit. Nothing has changed then.
         """
         self._require_open()
-        own, follower = OrderedDict(state_dict), self._versions.follower
-        loads = policy_with_state(self)
+        own, given, follower = (
+            super().state_dict(),
+            OrderedDict(state_dict),
+            self._versions.follower,
+        )
+        loads = policy_with_state(self)  # the trainer's, where a scheme gave the collector a copy
         # What has come through a channel lies in memory that is only read.
         brought = loads is self.policy and follower is not None and follower.version is not None
         if brought or loads is None:
-            own.pop(POLICY_STATE, None)
-            kwargs = {**kwargs, "strict": False}
-        self._restart()
+            for state in (own, given):
+                state.pop(POLICY_STATE, None)
+        check_state(own, given, kwargs.get("strict", True))
+        self.reset()
         with nullcontext() if follower is not None else self._versions.update(numbered=True):
-            load_or_undo(super(), own, **kwargs)
+            super().load_state_dict(given, **(kwargs | {"strict": False}))
+
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End a thread that was started, close the environment, and stop following the channel.
+
+        A rollout in another thread ends after its current turn, with a ``RuntimeError``.
+
+        Args:
+            timeout: seconds to wait for the thread, or for the current turn.
+            close_env: whether to close the environment too.
+            raise_on_error: whether to raise the errors of closing, or the error that ended the
+                thread of :meth:`start` and was not raised yet.
+        """
+        background = self._stream.background
+        background.stop()
+        background.join(timeout)
+        if not background.is_running():
+            self._ends = True
+            # Closed while it steps, an environment fails in ways that do not say why.
+            if self._stream.taking.acquire(timeout=-1 if timeout is None else timeout):
+                self._stream.taking.release()
+        try:
+            super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
+        finally:
+            self._versions.leave()
+        if raise_on_error:
+            background.check()
+
+    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()

@@ -1,37 +1,43 @@
-"""The arguments of collectors of dialogs, and checks of them, before any is used."""
+"""The arguments of collectors of dialogs; checks of arguments and states before their use."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, SupportsIndex
+from itertools import combinations
+from typing import Any, Literal, SupportsIndex
 
 from tensordict import TensorDictBase
+from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.collectors.batches import QueueBuffer
 from fusedrl.weights.follow import check_counts
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 
 
-@dataclass(kw_only=True, eq=False)
-class CollectorOptions:
-    """Arguments that all collectors of dialogs have. They are checked when the record is made.
+@dataclass(eq=False)
+class DialogOptions:
+    """The arguments of :class:`fusedrl.LLMCollector`, checked when the record is made."""
 
-    Raises:
-        TypeError, ValueError, RuntimeError: an argument is invalid, or some exclude each other. The
-            message names the argument.
-    """
-
+    env: Any
+    _: KW_ONLY
+    policy: Policy | None = None
     policy_factory: Callable[[], Policy] | None = None
     dialog_turns_per_batch: int | None = None
     total_dialog_turns: float | None = -1
+    yield_only_last_steps: bool | None = None
+    yield_completed_trajectories: bool | None = None
     postproc: Policy | None = None
+    async_envs: bool | None = None
     replay_buffer: Any = None
+    reset_at_each_iter: bool = False
+    flatten_data: bool | None = None
     weight_updater: Any = None
     weight_sync_schemes: dict[str, Any] | None = None
     queue: Any = None
@@ -39,110 +45,23 @@ class CollectorOptions:
     channel_mode: Literal["alias", "copy"] = "alias"
     track_policy_version: bool | PolicyVersion = False
     max_staleness: int | None = None
-    progress: bool = False
     verbose: bool = False
-
-    channel_kinds: ClassVar[tuple[type, ...]] = (WeightHandle, WeightReader)
-
-    def __post_init__(self) -> None:
-        """Check what holds of every collector."""
-        check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
-        check_total("total_dialog_turns", self.total_dialog_turns)
-        check_whole("max_staleness", self.max_staleness, 0)
-        self._check_versions()
-        self._check_ways()
-
-    def _check_versions(self) -> None:
-        """Check that versions can be tracked, which are integers."""
-        tracker = self.track_policy_version
-        if not isinstance(tracker, bool | PolicyVersion):
-            raise TypeError(
-                f"track_policy_version: expected a bool or a PolicyVersion, got "
-                f"{type(tracker).__name__}; pass True"
-            )
-        if isinstance(tracker, PolicyVersion):
-            check_counts(tracker)
-        if self.max_staleness is not None and tracker is False:
-            raise ValueError(
-                "max_staleness: expected versions to count back from, got "
-                "track_policy_version=False; pass True"
-            )
-
-    def _check_ways(self) -> None:
-        """Check that weights come in one way, and that batches go one way."""
-        if self.channel is not None and not isinstance(self.channel, self.channel_kinds):
-            kinds = " or ".join(kind.__name__ for kind in self.channel_kinds)
-            raise TypeError(
-                f"channel: expected a {kinds}, got {type(self.channel).__name__}; pass the "
-                "channel's .handle"
-            )
-        if self.queue is not None and self.replay_buffer is not None:
-            raise RuntimeError(
-                "queue: expected a queue or a replay_buffer, got both; fill the buffer where the "
-                "queue is read"
-            )
-        self.refuse_both(
-            ("weight_updater", "weight_sync_schemes"),
-            ("weight_updater", "channel"),
-            ("weight_sync_schemes", "channel"),
-        )
-
-    @property
-    def buffer(self) -> Any:
-        """The replay buffer, or what stands in its place for a queue."""
-        return self.replay_buffer if self.queue is None else QueueBuffer(self.queue)
-
-    @property
-    def total(self) -> float:
-        """The number of turns to run in all; infinite if they never end."""
-        total = self.total_dialog_turns
-        return float("inf") if total is None or total in (-1, float("inf")) else int(total)
-
-    def refuse_both(self, *pairs: tuple[str, str]) -> None:
-        """Raise ``TypeError`` if two arguments are given that exclude each other."""
-        for name, other in pairs:
-            if getattr(self, name) is not None and getattr(self, other) is not None:
-                raise TypeError(f"{name}: expected it or {other}, got both; drop one")
-
-
-@dataclass(eq=False)
-class DialogOptions(CollectorOptions):
-    """The arguments of :class:`fusedrl.LLMCollector`."""
-
-    env: Any
-    _: KW_ONLY
-    policy: Policy | None = None
-    reset_at_each_iter: bool = False
-    yield_only_last_steps: bool | None = None
-    yield_completed_trajectories: bool | None = None
-    async_envs: bool | None = None
-    flatten_data: bool | None = None
 
     def __post_init__(self) -> None:
         """Check all of them."""
-        super().__post_init__()
-        self.refuse_both(("policy_factory", "policy"))
+        check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
+        check_total("total_dialog_turns", self.total_dialog_turns)
+        check_ways(self, (WeightHandle, WeightReader), ("policy_factory", "policy"))
+        whole, last = self.yield_completed_trajectories, self.yield_only_last_steps
         if self.dialog_turns_per_batch is None and not self.completed:
             raise TypeError(
                 "dialog_turns_per_batch: expected a number of turns, got None; it may be left out "
                 "with yield_completed_trajectories only"
             )
-        if not self.yield_only_last_steps:
-            return
-        if self.yield_completed_trajectories is False:
+        if last and (whole is False or self.flatten_data is not None or self.reset_at_each_iter):
             raise TypeError(
-                "yield_completed_trajectories: expected True or None with yield_only_last_steps, "
-                "got False; last steps are those of completed trajectories"
-            )
-        if self.flatten_data is not None:
-            raise TypeError(
-                f"flatten_data: expected None with yield_only_last_steps, got {self.flatten_data}; "
-                "last steps have one dimension as they are"
-            )
-        if self.reset_at_each_iter:
-            raise TypeError(
-                "reset_at_each_iter: expected False with yield_only_last_steps, got True; a dialog "
-                "may take longer than an iteration"
+                "yield_only_last_steps: expected it without yield_completed_trajectories=False, "
+                "flatten_data and reset_at_each_iter, got one of them; leave that out"
             )
 
     @property
@@ -155,6 +74,33 @@ class DialogOptions(CollectorOptions):
 DialogOptions.__init__.__qualname__ = "LLMCollector.__init__"
 
 
+def check_ways(options: Any, channels: tuple[type, ...], *exclusive: tuple[str, str]) -> None:
+    """Check that versions can be tracked, and that weights and batches each go one way."""
+    tracker, channel = options.track_policy_version, options.channel
+    if not isinstance(tracker, bool | PolicyVersion):
+        raise TypeError(
+            "track_policy_version: expected a bool or a PolicyVersion, got "
+            f"{type(tracker).__name__}; pass True"
+        )
+    if isinstance(tracker, PolicyVersion):
+        check_counts(tracker)
+    check_whole("max_staleness", options.max_staleness, 0)
+    if options.max_staleness is not None and tracker is False:
+        raise ValueError(
+            "max_staleness: expected versions to count back from, got track_policy_version=False; "
+            "pass True"
+        )
+    if channel is not None and not isinstance(channel, channels):
+        raise TypeError(
+            f"channel: expected a {' or '.join(kind.__name__ for kind in channels)}, got "
+            f"{type(channel).__name__}; pass the channel's .handle"
+        )
+    ways = ("weight_updater", "weight_sync_schemes", "channel")
+    for name, other in (*exclusive, ("queue", "replay_buffer"), *combinations(ways, 2)):
+        if getattr(options, name) is not None and getattr(options, other) is not None:
+            raise TypeError(f"{name}: expected it or {other}, got both; drop one")
+
+
 def check_whole(name: str, value: Any, least: int, optional: bool = True) -> None:
     """Raise unless the value of an argument is a whole number, ``least`` or more, or ``None``."""
     if value is None and optional:
@@ -165,12 +111,13 @@ def check_whole(name: str, value: Any, least: int, optional: bool = True) -> Non
         raise ValueError(f"{name}: expected {least} or more, got {value!r}")
 
 
-def check_total(name: str, value: Any) -> None:
-    """As :func:`check_whole`, for a total, which may be a float such as 1e6, -1 or infinity."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if value not in (-1, float("inf")):
-        check_whole(name, value, 1)
+def check_total(name: str, value: Any) -> float:
+    """A total, which may be a float such as 1e6; -1, infinity and ``None`` never end."""
+    if value is None or value in (-1, float("inf")):
+        return float("inf")
+    total = int(value) if isinstance(value, float) and value.is_integer() else value
+    check_whole(name, total, 1)
+    return int(total)
 
 
 def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:
@@ -181,17 +128,45 @@ def check_environment(env: Any, async_envs: bool | None, completed: bool) -> Non
         sizes = [tuple(size) for size in env.env_batch_sizes if size.numel() > 1]
         if sizes:
             raise ValueError(
-                f"env: expected a pool of environments with one dialog each, got one with "
-                f"batch_size={sizes[0]}; make it AsyncEnvPool([make_env] * n) with an environment "
-                "for each dialog"
+                f"env: expected a pool of environments with one dialog each, got batch_size="
+                f"{sizes[0]}; give AsyncEnvPool an environment for each dialog"
             )
     elif async_envs:
         raise RuntimeError(
-            f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; make it "
-            "AsyncEnvPool([make_env] * n), or leave async_envs out"
+            f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; leave it out"
         )
     elif completed and len(env.batch_size) != 1:
         raise ValueError(
-            "yield_completed_trajectories: expected an env with one batch dimension, got "
-            f"batch_size={tuple(env.batch_size)}; give the env batch_size=(n,) for n dialogs"
+            "yield_completed_trajectories: expected an env with batch_size=(n,) for n dialogs, "
+            f"got batch_size={tuple(env.batch_size)}; make such a one"
         )
+
+
+def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool = True) -> None:
+    """Raise unless a collector that has its ``own`` state can load all of the one that is given.
+
+    Without ``strict`` it may lack what is the environment's and the policy's, or have more.
+    """
+    needed = {"frames", "iter", *(name for name in own if strict and name.endswith("_state_dict"))}
+    mine, theirs = (
+        _shapes({name: state[name] for name in own if name in needed or name in given})
+        for state in (own, given)
+    )
+    if strict and (others := mine.keys() ^ theirs.keys()):
+        raise KeyError(f"state_dict: expected the collector's entries, got others: {min(others)}")
+    for name in mine.keys() & theirs.keys():
+        if None not in (mine[name], theirs[name]) and mine[name] != theirs[name]:
+            raise ValueError(
+                f"{name}: expected shape {mine[name]}, got {theirs[name]}; load the state of a "
+                "collector of the same environment and policy"
+            )
+    check_whole("policy_version", given.get("policy_version") if "policy_version" in own else 0, 0)
+
+
+def _shapes(state: Any, path: str = "") -> dict[str, tuple[int, ...] | None]:
+    """The shapes of a state's tensors by their paths, and ``None`` for everything else."""
+    if isinstance(state, Mapping):
+        parts = (_shapes(part, f"{path}.{name}".lstrip(".")) for name, part in state.items())
+        return dict(ChainMap({path: None}, *parts))
+    is_whole = isinstance(state, Tensor) and not is_lazy(state)
+    return {path: tuple(state.shape) if is_whole else None}

@@ -1,11 +1,8 @@
-"""Shows a collector's progress on a bar or in the log, and gives the figures of a batch."""
+"""The figures of a batch, and a line of them in the log."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,42 +17,13 @@ RESPONSES = (("tokens", "response"), "tokens_response")
 MASK = ("masks", "all_attention_mask")
 
 
-@contextmanager
-def progress_bar(collector: Any) -> Iterator[Callable[[TensorDictBase], None]]:
-    """Show or log a collector's progress; yields a function to call for each batch.
-
-    Args:
-        collector: a collector, whose ``progress`` asks for a bar, and whose ``verbose`` asks for a
-            line in the log for each batch.
-    """
-    if not collector.progress:
-        yield partial(_log if collector.verbose else _ignore, collector)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    facts_column = TextColumn("turns, {task.fields[facts]}")
-    with Progress(BarColumn(), MofNCompleteColumn(), facts_column, TimeElapsedColumn()) as bar:
-        total = None if collector.total_frames == float("inf") else collector.total_frames
-        task = bar.add_task("turns", total=total, facts="")
-        yield lambda batch: bar.update(
-            task, completed=frames_of(collector), facts=_facts(collector, batch)
-        )
-
-
-def _log(collector: Any, batch: TensorDictBase) -> None:
-    name, turns = collector.__class__.__name__, frames_of(collector)
-    logger.info("%s: turns %s, %s", name, turns, _facts(collector, batch))
-
-
-def _ignore(collector: Any, batch: TensorDictBase) -> None:
-    """Show nothing."""
-
-
-def _facts(collector: Any, batch: TensorDictBase) -> str:
-    """The figures of a batch as a line shows them."""
+def log_batch(collector: Any, batch: TensorDictBase) -> None:
+    """Log how many turns a collector has run, and the figures of a batch."""
     figures = turn_metrics(batch, collector.policy_version, prefix="")
-    del figures["count"]  # all turns are counted beside them
-    return ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
+    figures = {"turns": frames_of(collector)} | figures
+    del figures["count"]
+    said = ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
+    logger.info("%s: %s", collector.__class__.__name__, said)
 
 
 def response_tokens(batch: TensorDictBase) -> int | None:

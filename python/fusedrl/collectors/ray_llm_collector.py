@@ -12,9 +12,9 @@ from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
 from fusedrl.channel.sources import places_of, ranks_of_shards
-from fusedrl.collectors.batch_stream import Batches
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.options import DialogOptions
+from fusedrl.collectors.options import DialogOptions, check_total
+from fusedrl.collectors.stream import Batches
 from fusedrl.compat.torchrl import ray_buffer_client
 from fusedrl.transport import Serialized, deserialize, serialize
 from fusedrl.weights.ray_store import StoredWeights
@@ -130,8 +130,7 @@ class RayLLMCollector(_RayLLMCollector):
         _start_ray(ray_init_config)
         self.sync_iter, self.replay_buffer = sync_iter, options.replay_buffer
         # What torchrl's __len__ computes with; list() asks for a length.
-        total: Any = options.total  # may be infinite
-        self.total_frames = total
+        self.total_frames: Any = check_total("total_dialog_turns", options.total_dialog_turns)
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self._pending: Any = None  # the reference to a batch that was not handed out yet
         seed = int(torch.randint(2**62, ()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, Collector, ProfileConfig
+from torchrl.collectors.utils import split_trajectories
 
-from fusedrl.collectors.batch_stream import Batches
-from fusedrl.collectors.options import Policy
+from fusedrl.collectors.batches import buffer_of
+from fusedrl.collectors.options import Policy, check_total
 from fusedrl.collectors.policy_version import PolicyVersion, mark_padding
 from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
 from fusedrl.collectors.process.weights import PublishedWeights
@@ -25,11 +27,13 @@ from fusedrl.collectors.process.worker import (
     Job,
     load_state,
     make_collector,
+    refuse_other_state,
     set_seed,
     set_version,
     state_on_cpu,
 )
-from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerBatches, WorkerHandle
+from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
+from fusedrl.collectors.stream import Batches, Stream, finished
 from fusedrl.compat.torchrl import (
     frames_of,
     process_context,
@@ -98,8 +102,7 @@ class AsyncCollector(_AsyncCollector):
         max_staleness: drop a batch if its oldest frame is more than this number of versions behind
             the newest published one when it is handed out; ``stale_frames`` counts the dropped
             frames.
-        progress: show a progress bar, with rich.
-        verbose: log the same figures for each batch, unless there is a bar.
+        verbose: log the figures of each batch: turns, tokens, version, staleness.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
 
     Further arguments are those of ``collector_class``, such as ``device`` and
@@ -124,6 +127,8 @@ class AsyncCollector(_AsyncCollector):
 
     closed = True  # until the constructor has succeeded
     num_workers = 1
+    prefetch: int
+    timeout: float | None
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
 
     def __init__(self, create_env_fn: Any, policy: Policy | None = None, **arguments: Any) -> None:
@@ -138,10 +143,10 @@ class AsyncCollector(_AsyncCollector):
             if not isinstance(getattr(type(self), name, None), property):
                 setattr(self, name, value)
         self.requested_frames_per_batch: Any = options.frames_per_batch
-        self.total_frames: Any = options.total
+        self.total_frames: Any = check_total("total_frames", options.total_frames)
         track = options.track_policy_version
         self.policy_version_tracker = PolicyVersion() if track is True else track or None
-        self.replay_buffer = options.buffer
+        self.replay_buffer = buffer_of(options.replay_buffer, options.queue)
         self.traj_format = trajectory_format(
             self.traj_format, self.trajs_per_batch, has_buffer=options.replay_buffer is not None
         )
@@ -152,8 +157,9 @@ class AsyncCollector(_AsyncCollector):
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
         self._start_worker(make, options)
-        self._batches = WorkerBatches(self._worker, self)
-        self._thread = self._batches.background
+        self._stream = Stream(self)
+        self._thread = self._stream.background
+        self._frames, self._iter = 0, -1
         self.closed = False
         if options.weight_recv_schemes is not None:
             self.register_scheme_receiver(options.weight_recv_schemes)
@@ -203,16 +209,35 @@ class AsyncCollector(_AsyncCollector):
         return Batches(super().__iter__)
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_frames`` are collected, or ``None`` if a buffer gets them.
+        """Yield batches until ``total_frames`` are collected, or ``None`` if a buffer gets them."""
+        while taken := self._stream.take():
+            yield taken.pop()  # a frame that waits keeps no batch
 
-        If Ctrl-C interrupts it, the next iterator goes on with the batch that was to come.
-        """
-        self._thread.refuse_others()
-        self._thread.check()
+    def _arrive(self) -> Any:
+        if self._frames >= self.total_frames:
+            return None
+        if self.update_at_each_batch and self._iter < 0:
+            self.update_policy_weights_()
+        arrived = self._worker.batch(self.timeout)
+        if arrived.batch is None:
+            return None
+        self._frames += arrived.frames
+        self._iter += 1
+        return arrived.batch
+
+    def _ahead(self) -> None:
         if self.update_at_each_batch:
             self.update_policy_weights_()
-        self._batches.buffer = None if self._ignore_rb else self.replay_buffer
-        yield from self._batches.rest()
+        left = (self.total_frames - self._frames) / (self.requested_frames_per_batch or 1)
+        self._worker.ask(math.ceil(min(self.prefetch, left)))
+
+    def _postproc(self, batch: Any) -> Any:
+        if self.replay_buffer is None and self.split_trajs:
+            batch = mark_padding(split_trajectories(batch, prefix="collector"))
+        batch = finished(batch, self.postproc)
+        if self.replay_buffer is not None and not self._ignore_rb:
+            batch.names = None
+        return batch
 
     def start(self) -> None:
         """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
@@ -248,21 +273,13 @@ class AsyncCollector(_AsyncCollector):
             raise RuntimeError(
                 "pause: expected a collector after start(), got none that runs; call start() first"
             )
-        with self._batches.storing:
+        with self._stream.storing:
             yield
 
     @property
     def stale_frames(self) -> int:
         """Frames that ``max_staleness`` dropped."""
-        return self._batches.dropped
-
-    @property
-    def _frames(self) -> int:
-        return self._batches.frames
-
-    @property
-    def _iter(self) -> int:
-        return self._batches.batches - 1
+        return self._stream.dropped
 
     @property
     def weight_updater(self) -> Any:
@@ -353,19 +370,19 @@ class AsyncCollector(_AsyncCollector):
             KeyError, ValueError, RuntimeError: the state does not fit. Nothing has changed then.
         """
         worker, frames = dict(state_dict["worker0"]), state_dict["frames"]
-        batches = state_dict["iter"] + 1
+        batches = state_dict["iter"]
         if "traj_pool" in state_dict:
             worker["traj_pool"] = state_dict["traj_pool"]
         scheme, version = self._weights.schemes.get("policy"), state_dict.get("policy_version")
         if scheme is not None:
             weights = worker.pop(POLICY_STATE, None)
-            self._call(load_state, worker, False)  # refuses what does not fit
+            self._call(refuse_other_state, worker, False)
             scheme.restore(weights, version)
         # Batches that the worker has made meanwhile, with other weights, are outdated.
         self._call(load_state, worker, scheme is None, anew=True)
         if scheme is None and version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
-        self._batches.frames, self._batches.batches = frames, batches
+        self._frames, self._iter = frames, batches
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the worker's policy."""

@@ -7,19 +7,20 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector as _LLMCollector
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import (
-    CollectorOptions,
     DialogOptions,
     Policy,
     check_total,
+    check_ways,
     check_whole,
 )
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
@@ -30,7 +31,7 @@ WITH_TRAINER = "device", "split_trajs", "trajs_per_batch", "trajs_per_write", "t
 
 
 @dataclass(eq=False)
-class AsyncOptions(CollectorOptions):
+class AsyncOptions:
     """The arguments of :class:`fusedrl.AsyncCollector`.
 
     Attributes:
@@ -40,6 +41,19 @@ class AsyncOptions(CollectorOptions):
     create_env_fn: Any
     policy: Policy | None = None
     _: KW_ONLY
+    policy_factory: Callable[[], Policy] | None = None
+    dialog_turns_per_batch: int | None = None
+    total_dialog_turns: float | None = -1
+    postproc: Policy | None = None
+    replay_buffer: Any = None
+    weight_updater: Any = None
+    weight_sync_schemes: dict[str, Any] | None = None
+    queue: Any = None
+    channel: WeightHandle | None = None
+    channel_mode: Literal["alias", "copy"] = "alias"
+    track_policy_version: bool | PolicyVersion = False
+    max_staleness: int | None = None
+    verbose: bool = False
     frames_per_batch: int | None = None
     total_frames: float | None = -1
     create_env_kwargs: Any = None
@@ -57,8 +71,6 @@ class AsyncOptions(CollectorOptions):
     timeout: float | None = None
     for_class: dict[str, Any]
 
-    channel_kinds = (WeightHandle,)
-
     @classmethod
     def of(cls, create_env_fn: Any, policy: Policy | None, **arguments: Any) -> AsyncOptions:
         """A record of arguments, some of which are those of ``collector_class``."""
@@ -68,10 +80,13 @@ class AsyncOptions(CollectorOptions):
 
     def __post_init__(self) -> None:
         """Check all of them; sizes have both of their names afterwards."""
-        super().__post_init__()
-        check_whole("frames_per_batch", self.frames_per_batch, 1)
+        both = ("policy_factory", "policy")
+        check_ways(self, (WeightHandle,), *([both] if self.weight_updater is not None else []))
+        for name in ("dialog_turns_per_batch", "frames_per_batch"):
+            check_whole(name, getattr(self, name), 1)
         check_whole("prefetch", self.prefetch, 0, optional=False)
-        check_total("total_frames", self.total_frames)
+        for name in ("total_dialog_turns", "total_frames"):
+            check_total(name, getattr(self, name))
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(
                 f"timeout: expected more than 0 seconds, got {self.timeout!r}; None waits while "
@@ -84,8 +99,6 @@ class AsyncOptions(CollectorOptions):
                     f"{type(scheme).__name__}; its updates are those of every other scheme: leave "
                     "the argument out"
                 )
-        if self.weight_updater is not None:
-            self.refuse_both(("policy_factory", "policy"))
         self._take_either_name("dialog_turns_per_batch", "frames_per_batch", None)
         self._take_either_name("total_dialog_turns", "total_frames", -1)
         self._check_class()

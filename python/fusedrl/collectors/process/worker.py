@@ -30,11 +30,11 @@ import torch
 import torchrl
 from torch import Tensor, nn
 
+from fusedrl.collectors.options import check_state
 from fusedrl.collectors.process import messages
 from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
-from fusedrl.collectors.state import load_or_undo
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import frames_of, policy_with_state
 from fusedrl.weights.follow import Attachment, follow_channel, trackers_of
@@ -281,9 +281,19 @@ def state_on_cpu(collector: Any) -> Any:
     return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
-def load_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
-    """Load a state, in which a policy that has weights has them too, or change nothing."""
+def refuse_other_state(collector: Any, state: dict[str, Any], has_weights: bool) -> bool:
+    """Raise unless a state fits, in which a policy that has weights has them too.
+
+    Returns:
+        Whether it has all entries.
+    """
     strict = has_weights and policy_with_state(collector) is not None
-    load_or_undo(collector, state, strict=strict)
+    check_state(collector.state_dict(), state, strict)
+    return strict
+
+
+def load_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
+    """Load a state that fits, or change nothing."""
+    collector.load_state_dict(state, strict=refuse_other_state(collector, state, has_weights))
     if "policy_version" in state:
         set_version(collector, state["policy_version"])

@@ -18,14 +18,12 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
-from torchrl.collectors.utils import split_trajectories
 
-from fusedrl.collectors.batch_stream import SHUT_DOWN, Advance, BatchStream, Ready
-from fusedrl.collectors.policy_version import mark_padding
 from fusedrl.collectors.process import messages
 from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.worker import POLL_S, Job, main
+from fusedrl.collectors.stream import SHUT_DOWN
 
 SHUTDOWN_S = 10.0
 KILL_S = 5.0  # seconds in which a worker that has hung up has to end
@@ -241,58 +239,3 @@ class WorkerHandle:
             f"{self.process.exitcode}; its own output may say why (a script has to be a file, with "
             "if __name__ == '__main__')"
         )
-
-
-class WorkerBatches(BatchStream):
-    """The batches of a worker, as its collector's attributes say at the time.
-
-    Args:
-        worker: the process.
-        collector: as for :class:`BatchStream`.
-
-    Attributes:
-        number: the number that the worker gave to the batch that was taken last.
-    """
-
-    counter = "AsyncCollector.stale_frames"
-
-    def __init__(self, worker: WorkerHandle, collector: Any) -> None:
-        super().__init__(collector, None)
-        self._worker = worker
-        self.number = 0
-
-    def prepare(self, advance: Advance) -> Ready | None:
-        """As for :class:`BatchStream`, but for a batch that a call has made outdated."""
-        if self.number <= self._worker.outdated:
-            self.forget()
-        return super().prepare(advance)
-
-    def _wait(self) -> messages.Batch | None:
-        if self.frames >= self._collector.total_frames:
-            return None
-        arrived = self._worker.batch(self._collector.timeout)
-        return None if arrived.batch is None else arrived
-
-    def _count(self, arrived: messages.Batch) -> bool:
-        if arrived.number <= self._worker.outdated:
-            return False
-        self.number = arrived.number
-        self.frames += arrived.frames
-        self.batches += 1
-        return True
-
-    def _request(self) -> None:
-        collector = self._collector
-        if collector.update_at_each_batch:
-            collector.update_policy_weights_()
-        left = (collector.total_frames - self.frames) / (collector.requested_frames_per_batch or 1)
-        self._worker.ask(math.ceil(min(collector.prefetch, left)))
-
-    def _finished(self, batch: Any) -> Any:
-        collector = self._collector
-        if collector.replay_buffer is None and collector.split_trajs:
-            batch = mark_padding(split_trajectories(batch, prefix="collector"))
-        batch = super()._finished(batch)
-        if self.buffer is not None:
-            batch.names = None
-        return batch
