@@ -9,6 +9,7 @@ from tiny_engines import completion, expected, offline, spans_of, tiny_model, tr
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
+from fusedrl.vllm.update import run_calls
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ class TestRefused:
             weights = EngineWeights(channel, llm, timeout=0.2)
             channel.publish()
             with pytest.raises(Exception, match=r"expected 7 or later within 0\.2 s, got 1"):
-                weights._updates.load(7)
+                run_calls(weights._update.run(7))
 
 
 def test_an_update_that_somebody_began_and_left(llm, model):

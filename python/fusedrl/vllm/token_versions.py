@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from fusedrl.channel.checks import MAX_VERSION
 TOKENS_KEY = "token_policy_version"  # where a policy reports them, in its tensordicts
 PADDING = -1
 STARTED_WITH = "default"  # vLLM's label for the weights that an engine started with
+_VERSION = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 def token_versions(completion: Any) -> Tensor:
@@ -72,11 +74,9 @@ def _check_cover(spans: Sequence[Any], tokens: int) -> None:
 def _number(label: str) -> int:
     if label == STARTED_WITH:
         return 0
-    digits = label.isascii() and label.isdecimal() and len(label) <= len(str(MAX_VERSION))
-    number = int(label) if digits else MAX_VERSION + 1
-    if number > MAX_VERSION or str(number) != label:
-        raise ValueError(
-            f"completion: expected versions of a channel, got {label!r}; let the engine's weights "
-            "be updated by fusedrl alone, which gives them their numbers"
-        )
-    return number
+    if _VERSION.fullmatch(label) and int(label) <= MAX_VERSION:
+        return int(label)
+    raise ValueError(
+        f"completion: expected versions of a channel, got {label!r}; let the engine's weights be "
+        "updated by fusedrl alone, which gives them their numbers"
+    )
