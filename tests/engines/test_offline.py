@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -120,6 +121,21 @@ class TestRefused:
             with pytest.raises(Exception, match=said):
                 weights.update()
             assert weights.version is None
+
+    def test_a_message_with_another_session_opens_nothing(self, llm, model):
+        with WeightChannel.create(model) as channel:
+            channel.publish()
+            address = {**asdict(channel.handle), "session": "0" * 32}
+            lease = {"version": 1, "timeout": 1.0, "server": None, "stays": False}
+            for asked, said in [
+                ({}, "handle"),
+                ({"lease": lease}, "handle"),
+                ({"load": 1}, "leas"),
+            ]:
+                with pytest.raises(Exception, match=f"{said}.*: expected|expected.*{said}"):
+                    llm.init_weight_transfer_engine({"init_info": {"address": address, **asked}})
+            llm.init_weight_transfer_engine({"init_info": {"address": address, "over": True}})
+            assert channel.readers() == []
 
     def test_a_version_that_never_comes(self, llm, model):
         with WeightChannel.create(model) as channel:

@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 
 import pytest
+import torch
 
-from fusedrl import WeightHandle
+from fusedrl import WeightChannel, WeightHandle
+from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.update import Update, run_calls, to_its_end
 
 
@@ -72,9 +74,13 @@ class Engine:
 
         await self.called(effect)
 
-    async def forget(self):
+    async def drop_keys(self):
         assert self.paused
         await self.called(lambda: setattr(self, "keys", None))
+        return True
+
+    async def drop_encoded(self):
+        pass
 
     async def tell(self, message):
         if lease := message.get("lease"):
@@ -189,7 +195,16 @@ def test_a_pause_that_the_user_made_stays(failing):
     assert 0 < failing < PAUSE or engine.weights == engine.named == "3"
 
 
-def test_a_cancellation_takes_effect_at_the_end():
+def test_an_address_that_others_reach_is_logged_once(caplog):
+    with WeightChannel.create({"a": torch.zeros(1)}) as channel:
+        for host in ("127.0.0.1", "localhost", "[::1]", "10.0.0.7", "10.0.0.7", "trainer.example"):
+            EngineWeights(channel, f"http://{host}:8000")
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2
+    assert all("the channel's secret" in text for text in logged)
+
+
+def test_cancellations_take_effect_at_the_end():
     done = []
 
     async def work():
@@ -199,9 +214,9 @@ def test_a_cancellation_takes_effect_at_the_end():
 
     async def main():
         task = asyncio.create_task(to_its_end(work()))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert done == [True]

@@ -58,8 +58,7 @@ class Engine:
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call, or an error once the engine has ended.
 
-        It is a coroutine because the calls of ``AsyncLLM`` are. That of other engines blocks the
-        calling thread, and never waits for an event loop.
+        The calls of an ``AsyncLLM`` are coroutines. Those of others block the calling thread.
         """
         answer: Future[Any] = Future()
 
@@ -75,28 +74,9 @@ class Engine:
                 raise RuntimeError(_ENDED)
         return answer.result()
 
-    async def forget(self) -> None:
-        """Drop everything computed with the former weights, that of running requests included."""
-        if not await self.ask(self.drop_keys):
-            raise RuntimeError(
-                "engine: expected its KV cache and that of its connector to be dropped, got a "
-                "refusal; its log says why, and the next update tries again"
-            )
-        await self.ask(self.drop_encoded)
-
 
 def engine_of(engine: Any, timeout: float = 60.0) -> Engine:
-    """The object that calls an engine.
-
-    Args:
-        engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server.
-        timeout: seconds that a server's workers wait for a version.
-
-    Raises:
-        TypeError: ``engine`` is something else.
-        ValueError: ``engine`` is a string but no address, or an engine in this process that was
-            started without the backend.
-    """
+    """The object that calls an engine; ``timeout`` is how long a server's workers wait."""
     if isinstance(engine, str):
         server = Server(engine, timeout + _LOADING)
         if not re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(engine).hostname or ""):
@@ -181,12 +161,7 @@ class InLoop(Engine):
 
 
 class Server(Engine):
-    """A server that runs with ``VLLM_SERVER_DEV_MODE=1``, which these calls need.
-
-    Args:
-        address: ``http://host:port``.
-        timeout: seconds for a call.
-    """
+    """A server that runs with ``VLLM_SERVER_DEV_MODE=1``, which these calls need."""
 
     def __init__(self, address: str, timeout: float) -> None:
         if not address.startswith(("http://", "https://")):

@@ -26,14 +26,8 @@ class PauseGuard:
 
     It watches the process: a trainer that has closed its channel may update the server still.
 
-    Args:
-        server: the address of the server.
-        address: of the channel.
-        version: that the workers have leased.
-        stays: whether the server stays paused after the update.
-
     Attributes:
-        over: whether the update is, which somebody says who ends it, or this that has ended it.
+        over: whether the update is: set by who ends it, and by this when it has ended it.
     """
 
     def __init__(self, server: str, address: dict[str, Any], version: int, stays: bool) -> None:
@@ -45,8 +39,7 @@ class PauseGuard:
 
     def _watch(self) -> None:
         try:
-            if self._has_gone(self._update[0]["pid"]):
-                time.sleep(_SETTLED)
+            if self._has_gone(self._update[0]["pid"]) and not self.over.wait(_SETTLED):
                 self._recover()
         finally:
             self.over.set()
@@ -60,9 +53,10 @@ class PauseGuard:
         try:
             ended = select.poll()
             ended.register(process)
-            while not (gone := bool(ended.poll(0))) and not self.over.wait(_LOOK):
-                pass
-            return gone
+            while not self.over.wait(_LOOK):
+                if ended.poll(0):
+                    return True
+            return False
         finally:
             os.close(process)
 

@@ -25,13 +25,7 @@ logger = logging.getLogger("fusedrl")
 
 
 class ModelWeights:
-    """Loads the versions of a layout into one model.
-
-    Args:
-        model: vLLM's model, which fuses parameters of several layers of a checkpoint into one, and
-            has some in another form.
-        vllm_config: the configuration that the model was made with.
-        layout: the layout of the weights.
+    """Loads the versions of a layout into one model of vLLM's.
 
     Attributes:
         unused: a message for each weight that this stage of a pipeline does not use; some stage
@@ -51,16 +45,10 @@ class ModelWeights:
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor]) -> None:
-        """Load one version.
-
-        Args:
-            views: one for each stored entry, as :meth:`Layout.views` makes them. They may be freed
-                afterwards.
+        """Load the version of these views; after an error of the model it can be loaded again.
 
         Raises:
             RuntimeError: the model has other weights than an engine that starts with this version.
-            Exception: an error of the model. Some of its layers have the version then and others
-                do not, and it can be loaded again.
         """
         known, self._is_known_to_load = self._is_known_to_load, False
         # What a load leaves as it was is right if the engine has started with these weights. So
@@ -109,13 +97,10 @@ def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def _way_in(config: Any, layout: Layout) -> tuple[list[str], InCheckpoint, list[str]]:
-    """How weights of a layout come into a model of this configuration.
+    """The names of a layout that a model needs, and what its checkpoint has of each.
 
-    Tied names are among them if the model takes them, as it may have packed a copy for each.
-
-    Returns:
-        The names of the layout that the model needs, what the checkpoint that it would start with
-        has of them, and a message for each weight that this stage of a pipeline does not use.
+    Tied names are among them if the model takes them, as it may have packed a copy for each. The
+    third are messages, one for each weight that this stage of a pipeline does not use.
 
     Raises:
         ValueError: the model does not take all of these weights, or needs others.

@@ -40,8 +40,7 @@ def wrappers_in(policy: Any) -> list[Any]:
                 "policy: expected a vLLMWrapper of a vllm.LLM for weights out of a channel, got "
                 f"one of {type(part.model).__name__}, whose engines run in Ray's actors and are "
                 "started for NCCL; make the LLM in the process of its collector, with "
-                "weight_transfer_config=WeightTransferConfig(backend='fusedrl'), and an "
-                "AsyncCollector for each process"
+                "weight_transfer_config=WeightTransferConfig(backend='fusedrl')"
             )
         if isinstance(getattr(part, "model", None), engine_class):
             wrappers.append(part)
@@ -59,13 +58,12 @@ _FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
 class EngineFollower(Following):
     """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
 
-    As long as the engine is followed, torchrl's wrappers report the version of each token, if vLLM
-    does (from 0.32 on).
+    As long as it is followed, torchrl's wrappers report the version of each token, if vLLM does
+    (from 0.32 on). What the engine has started with is version 0.
 
     Args:
-        handle: the handle of the channel, which the engine opens itself.
-        reader: a reader of the same channel, which tells what is published.
-        policy: the policy that contains the engine, which has started with version 0.
+        handle: of the channel, which the engine opens itself; ``reader`` tells what is published.
+        policy: contains the engine.
 
     Raises:
         ValueError: the engine was started without the backend, another follower has it, or its
@@ -114,13 +112,10 @@ class EngineFollower(Following):
 
 
 class ReportedVersions:
-    """Lets a ``vLLMWrapper`` report the version of each token that it generates.
+    """Lets torchrl's ``vLLMWrapper`` report the version of each token that it generates.
 
-    The versions come under ``"token_policy_version"`` as int64, in the form of the tokens of the
-    response: ragged, or padded with -1.
-
-    Args:
-        wrapper: a generating wrapper of torchrl, which is changed until :meth:`remove`.
+    They come under ``"token_policy_version"`` as int64, in the form of the tokens of the response:
+    ragged, or padded with -1.
     """
 
     def __init__(self, wrapper: Any) -> None:

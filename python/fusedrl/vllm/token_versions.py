@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,22 +52,17 @@ def token_versions(completion: Any) -> Tensor:
                 else "tokens without a version; take completions of vLLM's own engines"
             )
         )
-    _check_cover(spans, tokens)
-    versions = torch.empty(tokens, dtype=torch.int64)
-    for span in spans:
-        versions[span.start : span.end] = _number(span.version)
-    return versions
-
-
-def _check_cover(spans: Sequence[Any], tokens: int) -> None:
-    ends = [0, *(span.end for span in spans)]
-    starts = [*(span.start for span in spans), tokens]
+    ends, starts = [0, *(s.end for s in spans)], [*(s.start for s in spans), tokens]
     if starts != ends or ends != sorted(ends):
         raise ValueError(
             f"completion: expected spans of its {tokens} tokens, one after the other, got "
             f"{[(span.start, span.end) for span in spans]}; take the tokens of the whole "
             "completion, which a stream of deltas has in parts"
         )
+    versions = torch.empty(tokens, dtype=torch.int64)
+    for span in spans:
+        versions[span.start : span.end] = _number(span.version)
+    return versions
 
 
 def _number(label: str) -> int:

@@ -28,17 +28,12 @@ logger = logging.getLogger("fusedrl")
 
 
 class Known:
-    """What this process knows of one engine, which may have weights from several channels.
-
-    Attributes:
-        lock: held by the update that is running.
-        has: the session of a channel, and the version of it that the engine was given last.
-        paused: whether an update has paused the engine, and has not let it go on yet.
-    """
+    """What this process knows of one engine, which may have weights from several channels."""
 
     def __init__(self) -> None:
-        self.lock, self.paused = threading.Lock(), False
-        self.has: tuple[str, int] | None = None
+        self.lock = threading.Lock()  # held by the update that is running
+        self.has: tuple[str, int] | None = None  # the session and version that it was given last
+        self.paused = False  # by an update that has not let it go on yet
 
 
 _KNOWN: weakref.WeakValueDictionary[int | str, Known] = weakref.WeakValueDictionary()
@@ -48,14 +43,9 @@ class Update:
     """The updates of one engine from one channel; each is one :meth:`run`, within ``known.lock``.
 
     Args:
-        engine: the engine.
-        handle: the handle of the channel.
+        engine, handle: the engine, and the channel's.
         newest: returns the version that is published last.
-        in_flight: as for :class:`~fusedrl.vllm.EngineWeights`.
-        timeout: seconds that the engine's workers wait for a version.
-
-    Attributes:
-        version: the version that the engine was given last; ``None`` before the first.
+        in_flight, timeout: as for :class:`~fusedrl.vllm.EngineWeights`.
     """
 
     def __init__(
@@ -67,7 +57,7 @@ class Update:
         timeout: float = 60.0,
     ) -> None:
         self.engine = engine
-        self.version: int | None = None
+        self.version: int | None = None  # that the engine was given last
         self.known = _KNOWN.setdefault(engine.key, Known())
         self._address = asdict(handle)
         self._newest = newest
@@ -82,7 +72,7 @@ class Update:
         still. If it fails again, the engine goes on with the version that it had if it has it
         still; otherwise it has the label of none, and answers nothing until an update succeeds.
         """
-        engine, known = self.engine, self.known
+        engine, known, first = self.engine, self.known, None
         known.has = None
         stays = await self._is_users_pause()
         try:
@@ -90,19 +80,30 @@ class Update:
             known.paused = not stays
             if self._in_flight == "wait":
                 await engine.ask(engine.pause, "wait")
-            interrupt = await self._bring(version, stays)
+            try:
+                await self._bring(version, stays)
+            except BaseException as error:
+                first = error
+                logger.warning("update: version %s is loaded again, after %r", version, first)
+                await self._bring(version, stays)
             self.version, known.paused = version, False
             known.has = self._address["session"], version
-        except BaseException:
-            with contextlib.suppress(Exception):  # that of the update is raised
+        except BaseException as error:
+            with contextlib.suppress(Exception):
                 await self._stop()
-            raise
+            if first is None or not isinstance(error, Exception):
+                raise
+            raise RuntimeError(
+                f"engine: expected to load version {version} at the second try, got {first}; its "
+                f"label says whether it has the former one still, or is {UNKNOWN!r}: update it "
+                "again, or start a new one if it has ended"
+            ) from error
         finally:
             # An engine that does not hear it hears the next update.
             with contextlib.suppress(Exception):
                 await self._tell(over=True)
-        if interrupt is not None:
-            raise interrupt
+        if first is not None and not isinstance(first, Exception):
+            raise first  # an interrupt
         return version
 
     async def _is_users_pause(self) -> bool:
@@ -128,26 +129,9 @@ class Update:
                 if is_busy:
                     time.sleep(_AGAIN)
 
-    async def _bring(self, version: int, stays: bool) -> BaseException | None:
-        """Load a version, again if that fails; an interrupt that came meanwhile."""
-        first = None
-        while True:
-            calls = bring(self.engine, self._address, version, stays)
-            try:
-                await (to_its_end(calls) if self.engine.in_loop else calls)
-                return None if isinstance(first, Exception) else first
-            except BaseException as error:
-                if first is None:
-                    first = error
-                    logger.warning("update: version %s is loaded again, after %r", version, error)
-                elif isinstance(error, Exception):
-                    raise RuntimeError(
-                        f"engine: expected to load version {version} at the second try, got "
-                        f"{first}; its label says whether it has the former one still, or is "
-                        f"{UNKNOWN!r}: update it again, or start a new one if it has ended"
-                    ) from error
-                else:
-                    raise
+    async def _bring(self, version: int, stays: bool) -> None:
+        calls = bring(self.engine, self._address, version, stays)
+        await (to_its_end(calls) if self.engine.in_loop else calls)
 
     async def _stop(self) -> None:
         """Let the engine go on if it has the version of its label; otherwise it stays paused."""
@@ -170,7 +154,12 @@ async def bring(engine: Engine, address: dict[str, Any], version: int, stays: bo
     It stays paused afterwards, or goes on.
     """
     await engine.ask(engine.pause, "keep")
-    await engine.forget()
+    if not await engine.ask(engine.drop_keys):
+        raise RuntimeError(
+            "engine: expected its KV cache and that of its connector to be dropped, got a refusal; "
+            "its log says why, and the next update tries again"
+        )
+    await engine.ask(engine.drop_encoded)
     await engine.ask(engine.name, UNKNOWN)
     await engine.ask(engine.tell, {"address": address, "load": version})
     await engine.ask(engine.name, str(version))

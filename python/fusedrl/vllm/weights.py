@@ -90,8 +90,8 @@ class EngineWeights:
 
         Raises:
             ValueError, RuntimeError: weights that do not fit, or the engine refused; it goes on
-                with the version that it has. Or loading has failed twice, which the message says: the
-                engine stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
+                with the version that it has. Or loading has failed twice, which the message says:
+                it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
             TypeError: the engine is an ``AsyncLLM``.
         """
         return self._run(lambda: self.channel.publish(weights, version))

@@ -10,7 +10,7 @@ import mmap
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from fusedrl.vllm.engines import Server
 from fusedrl.vllm.guard import PauseGuard
 from fusedrl.vllm.model_weights import ModelWeights
 from fusedrl.vllm.update import BUSY
-
-Value = TypeVar("Value")
 
 # CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
 # generate no tokens do not have the latter.
@@ -79,15 +77,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Message, Message]):
         self._guard: PauseGuard | None = None
 
     def init_transfer_engine(self, init_info: Message) -> None:
-        """Do what a trainer asks for; without a further field, become a reader of its channel.
-
-        Raises:
-            RuntimeError, TimeoutError: the channel cannot be opened, the version cannot be leased,
-                or another trainer updates the engine.
-            ValueError: the channel's weights are not those of the engine's model; the message lists
-                the differences.
-            Exception: an error of vLLM's model while it is loaded, which then refuses to run.
-        """
+        """Do what a trainer asks for; without a further field, become a reader of its channel."""
         workers, handle = Workers(*workers_of_this_engine()), WeightHandle(**init_info.address)
         is_read = self._reader is not None and self._reader.session == handle.session
         with contextlib.suppress(FailedElsewhere):
@@ -151,7 +141,15 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Message, Message]):
 
             reader, weights = workers.all_or_none(fitting)
             unused = set.intersection(*map(set, workers.gathered(weights.unused)))
-            workers.all_or_none(lambda: check_used(unused))
+
+            def used_by_a_stage() -> None:
+                if unused:
+                    raise ValueError(
+                        "channel: expected weights that the engine's model has, got others; create "
+                        "the channel from the model that the engine runs" + listed(sorted(unused))
+                    )
+
+            workers.all_or_none(used_by_a_stage)
             opened.pop_all()
         self.shutdown()
         self._reader, self._weights, self._loaded = reader, weights, None
@@ -211,21 +209,16 @@ class FailedElsewhere(Exception):
 
 
 class Workers:
-    """The workers that hold the parts of one model, which take each step together.
+    """The workers of one engine, of which this is number ``rank``, take each step together.
 
     vLLM stops reading answers at the first worker that failed, and would take those that are left
     for answers to its next call. So only the last worker raises an error to it.
-
-    Args:
-        size: number of workers.
-        rank: index of this worker.
-        group: a process group that exchanges objects on the CPU; unused with one worker.
     """
 
     def __init__(self, size: int, rank: int, group: Any) -> None:
         self.size, self.rank, self._group = size, rank, group
 
-    def gathered(self, value: Value) -> list[Value]:
+    def gathered(self, value: Any) -> list[Any]:
         """The values of all workers, which have to call this together."""
         if self.size == 1:
             return [value]
@@ -239,14 +232,8 @@ class Workers:
             ) from error
         return values
 
-    def all_or_none(self, attempt: Callable[[], Value]) -> Value:
-        """What ``attempt`` returns, unless it fails on one of the workers.
-
-        Raises:
-            Exception: the error of ``attempt``, if there is only one worker.
-            RuntimeError: on the last of several workers, with the messages of all that failed.
-            FailedElsewhere: on the others.
-        """
+    def all_or_none(self, attempt: Callable[[], Any]) -> Any:
+        """What ``attempt`` returns, or an error of all if it fails on one of the workers."""
         if self.size == 1:
             return attempt()
         value, failure = None, None
@@ -258,16 +245,7 @@ class Workers:
         said = "; ".join(f"worker {rank}: {text}" for rank, text in enumerate(failures) if text)
         if said:
             raise RuntimeError(said) if self.rank == self.size - 1 else FailedElsewhere(said)
-        return cast("Value", value)
-
-
-def check_used(unused: set[str]) -> None:
-    """Raise ``ValueError`` for weights that no stage of a pipeline uses."""
-    if unused:
-        raise ValueError(
-            "channel: expected weights that the engine's model has, got others; create the channel "
-            "from the model that the engine runs" + listed(sorted(unused))
-        )
+        return value
 
 
 def check_connectors(vllm_config: Any) -> None:
