@@ -165,15 +165,15 @@ def _differences(config: Any, entries: Sequence[Entry]) -> tuple[list[str], list
 
     def given() -> Iterator[tuple[str, Tensor]]:
         nonlocal last
-        for name, tensor in weights.items():
-            last = name
-            yield name, tensor
+        for last in weights:
+            yield last, weights[last]
+        last = ""  # they may all be taken before one is loaded
 
     try:
         with copies, vllm.configured(config), torch.no_grad():
             model.load_weights(given())
     except Exception as error:
-        return [], [f"{last}: {type(error).__name__}: {error or 'another shape, or no such entry'}"]
+        return [], [f"{last or 'weights'}: {type(error).__name__}: {error or 'of another shape'}"]
     unused = [
         f"{entry.name}: expected no such entry, got {described(entry)}"
         for entry in entries
