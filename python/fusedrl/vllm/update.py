@@ -94,9 +94,9 @@ class Update:
             if first is None or not isinstance(error, Exception):
                 raise
             raise RuntimeError(
-                f"engine: expected to load version {version} at the second try, got {first}; update "
-                "it again, or start a new one if it has ended: it answers nothing until then if it "
-                f"calls its version {UNKNOWN!r}"
+                f"engine: expected to load version {version} at the second try, got {first}; "
+                "update it again, or start a new one if it has ended: it answers nothing until "
+                f"then if it calls its version {UNKNOWN!r}"
             ) from error
         finally:
             # An engine that does not hear it hears the next update.
