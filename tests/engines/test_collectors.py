@@ -205,7 +205,7 @@ def test_a_dialog_that_outgrows_the_engine(folder, weights, channel, collect):
         while len(turns) < 100:
             turns.extend(checked(collector.rollout(), weights))
 
-    with pytest.raises(ValueError, match="256"):  # vLLM's message
+    with pytest.raises(Exception, match="context length is 256"):  # of vLLM
         collect_all()
     assert len(turns) > 2
     collector.reset()
