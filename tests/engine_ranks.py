@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusedrl.vllm.agreement import Ranks
+from fusedrl.vllm.worker import FailedElsewhere, Workers
 
 
 def agree(pipe: Any, store: Path, rank: int, size: int, failing: list[int]) -> None:
     """Do something together, and send the outcome and who goes on."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    ranks = Ranks(size, rank, dist.group.WORLD)
+    ranks = Workers(size, rank, dist.group.WORLD)
 
     def attempt() -> str:
         if rank in failing:
@@ -23,6 +23,8 @@ def agree(pipe: Any, store: Path, rank: int, size: int, failing: list[int]) -> N
 
     try:
         outcome: Any = ranks.all_or_none(attempt)
+    except FailedElsewhere:
+        outcome = None
     except RuntimeError as error:
         outcome = error
     # Whoever failed, they go on together.
@@ -37,6 +39,6 @@ def outlive(pipe: Any, store: Path, rank: int) -> None:
     if rank == 1:
         os._exit(1)
     try:
-        Ranks(2, rank, dist.group.WORLD).gathered(rank)
+        Workers(2, rank, dist.group.WORLD).gathered(rank)
     except RuntimeError as error:
         pipe.send(str(error))

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from fusedrl import ChannelWeightSyncScheme, WeightChannel
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.sources import Place
-from fusedrl.vllm import EngineWeights, engine_weights
-from fusedrl.vllm.engines import Engine
+from fusedrl.vllm import EngineWeights
 
 PATIENCE = 60.0  # seconds for ranks on busy cores
 
@@ -218,46 +217,6 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-class _Engine(Engine):
-    """One that reads versions in this process, and refuses some."""
-
-    def __init__(self, channel: WeightChannel) -> None:
-        self.key, self.reader, self.refused, self.version = id(self), channel.handle.open(), 2, None
-        self.label = lambda: "started"
-        self.is_paused = lambda: False
-        self.pause = self.resume = self.name = lambda *_: None
-        self.drop_keys = lambda: True
-        self.drop_encoded = lambda: None
-        self.tell = self._tell
-
-    async def ask(self, call: Any, *args: Any) -> Any:
-        return call(*args)
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        if "lease" in message:
-            with self.reader.lease(min_version=message["lease"]) as lease:
-                if lease.version == self.refused:
-                    raise RuntimeError("weights: expected others; publish them")
-                self.leased = lease.version
-        if "load" in message:
-            self.version = self.leased
-
-
-def updates_of_an_engine() -> list[Any]:
-    """Versions that an engine on the first rank has, and its refusal of one, on all ranks."""
-    weights = model()
-    engine_weights.engine_of = lambda engine, timeout: engine
-    with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
-        engine = _Engine(channel) if channel.holds else None
-        refused = None if channel.holds else said(EngineWeights, channel, object())
-        updates = EngineWeights(channel, engine)
-        found = [updates.update(), said(updates.update), updates.update(), updates.version]
-        if engine is not None:
-            found.append(engine.version)
-            engine.reader.close()
-        return [*found, refused]
-
-
 def updates_of_a_collector() -> list[Any]:
     """Versions where a scheme of torchrl's collectors publishes on the first rank."""
     weights = model()
@@ -269,4 +228,4 @@ def updates_of_a_collector() -> list[Any]:
         scheme.shutdown()
         return found
     with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
-        return [channel.publish(), channel.publish()]
+        return [channel.publish(), channel.publish(), said(EngineWeights, channel, object())]

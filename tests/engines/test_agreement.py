@@ -6,7 +6,7 @@ import pytest
 from engine_ranks import agree, outlive
 from prepared import processes
 
-from fusedrl.vllm.agreement import Ranks
+from fusedrl.vllm.worker import Workers
 
 
 @pytest.mark.parametrize("failing", [[], [0], [1], [2], [0, 2], [0, 1, 2]])
@@ -40,4 +40,4 @@ def test_one_worker_raises_what_was_raised():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        Ranks(1, 0, None).all_or_none(attempt)
+        Workers(1, 0, None).all_or_none(attempt)

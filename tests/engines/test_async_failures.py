@@ -128,7 +128,7 @@ def test_one_that_fails_twice_lets_them_wait_for_the_next_update(engine, model, 
         # Nor does an update repair it that fails before it touches the model.
         impatient = EngineWeights(weights.channel, engine, timeout=0.1)
         with pytest.raises(Exception, match="within"):
-            await impatient._updates.load_async(999)
+            await impatient._update.run(999)
         assert await engine.is_paused()
         assert not request.done()
         await weights.update_async()

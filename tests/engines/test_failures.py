@@ -12,7 +12,7 @@ from tiny_engines import completion, expected, offline, spans_of, train
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
 from fusedrl.vllm.engines import engine_of
-from fusedrl.vllm.updates import Updates
+from fusedrl.vllm.update import Update, run_calls
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +32,8 @@ def answer_of(llm):
     return list(answer.token_ids), version
 
 
-def updates_of(handle, llm, timeout=20.0):
-    return Updates(handle, lambda: None, engine_of(llm, timeout), timeout=timeout)
+def load(handle, llm, version, timeout=20.0):
+    return run_calls(Update(engine_of(llm), handle, lambda: None, timeout=timeout).run(version))
 
 
 class TestATrainerInAnotherProcess:
@@ -51,33 +51,32 @@ class TestATrainerInAnotherProcess:
 
     def test_killed_after_a_version_that_can_still_be_loaded(self, llm):
         with publisher() as trainer:
-            updates = updates_of(trainer.handle, llm)
             version, tokens = trainer.publish()
-            assert updates.load(version) == 1
+            assert load(trainer.handle, llm, version) == 1
             assert answer_of(llm) == (tokens, "1")
             version, tokens = trainer.publish()
             trainer.kill()
-            assert updates.load(version) == 2
+            assert load(trainer.handle, llm, version) == 2
             assert answer_of(llm) == (tokens, "2")
             with pytest.raises(
                 Exception, match=rf"expected 3 or later, got 2.*{trainer.pid}.*dead"
             ):
-                updates.load(3)
+                load(trainer.handle, llm, 3)
             assert answer_of(llm) == (tokens, "2")
 
     def test_stopped(self, llm):
         with publisher() as trainer:
             version, tokens = trainer.publish()
-            updates_of(trainer.handle, llm).load(version)
+            load(trainer.handle, llm, version)
             os.kill(trainer.pid, signal.SIGSTOP)
             with pytest.raises(Exception, match=rf"2 or later within 0\.3 s, got 1.*{trainer.pid}"):
-                updates_of(trainer.handle, llm, 0.3).load(2)
+                load(trainer.handle, llm, 2, 0.3)
             assert answer_of(llm) == (tokens, "1")
             # What it has published is there, whatever it does.
-            assert updates_of(trainer.handle, llm, 0.3).load(1) == 1
+            assert load(trainer.handle, llm, 1, 0.3) == 1
             os.kill(trainer.pid, signal.SIGCONT)
             version, tokens = trainer.publish()
-            updates_of(trainer.handle, llm).load(version)
+            load(trainer.handle, llm, version)
             assert answer_of(llm) == (tokens, "2")
 
 
@@ -120,22 +119,21 @@ class TestInTheMiddle:
             assert [reader.leased for reader in weights.channel.readers()] == [()]
         # Nor does an update repair it that fails before it touches the model.
         with pytest.raises(Exception, match="within"):
-            updates_of(weights.channel.handle, llm, 0.1).load(99)
+            load(weights.channel.handle, llm, 99, 0.1)
         assert llm.get_weight_version() == "unknown"
         assert self.repaired(llm, model, weights)
 
     @pytest.mark.parametrize("kind", ["stops", "halts"])
     def test_a_trainer_that_is_killed_while_the_load_goes_on_or_fails(self, llm, faults, kind):
         with publisher() as trainer:
-            updates = updates_of(trainer.handle, llm)
-            updates.load(trainer.publish()[0])
+            load(trainer.handle, llm, trainer.publish()[0])
             version, tokens = trainer.publish()
             killing = threading.Thread(
                 target=lambda: (faults.wait(), trainer.kill(), faults.lift())
             )
             with faults.told(kind):
                 killing.start()
-                assert updates.load(version) == version
+                assert load(trainer.handle, llm, version) == version
             killing.join()
         assert answer_of(llm) == (tokens, str(version))
 

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
-from fusedrl.vllm.transfer_engine import check_connectors, clear_caches
+from fusedrl.vllm.worker import check_connectors, clear_caches
 
 pytestmark = [
     pytest.mark.slow,

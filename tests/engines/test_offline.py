@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny_engines import completion, expected, offline, spans_of, tiny_model, tr
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
+from fusedrl.vllm.update import run_calls
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +122,27 @@ class TestRefused:
                 weights.update()
             assert weights.version is None
 
+    def test_a_message_with_another_session_opens_nothing(self, llm, model):
+        with WeightChannel.create(model) as channel:
+            channel.publish()
+            address = {**asdict(channel.handle), "session": "0" * 32}
+            lease = {"version": 1, "timeout": 1.0, "server": None, "stays": False}
+            for asked, said in [
+                ({}, "handle"),
+                ({"lease": lease}, "handle"),
+                ({"load": 1}, "leas"),
+            ]:
+                with pytest.raises(Exception, match=f"{said}.*: expected|expected.*{said}"):
+                    llm.init_weight_transfer_engine({"init_info": {"address": address, **asked}})
+            llm.init_weight_transfer_engine({"init_info": {"address": address, "over": True}})
+            assert channel.readers() == []
+
     def test_a_version_that_never_comes(self, llm, model):
         with WeightChannel.create(model) as channel:
             weights = EngineWeights(channel, llm, timeout=0.2)
             channel.publish()
             with pytest.raises(Exception, match=r"expected 7 or later within 0\.2 s, got 1"):
-                weights._updates.load(7)
+                run_calls(weights._update.run(7))
 
 
 def test_an_update_that_somebody_began_and_left(llm, model):

@@ -1,4 +1,4 @@
-"""A server is not left paused by a trainer that goes in the middle of an update."""
+"""A server is not left paused by a trainer that ends in the middle of an update."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ import time
 import pytest
 from engine_servers import paused_server
 
-from fusedrl.vllm import pause_guard
-from fusedrl.vllm.pause_guard import PauseGuard
+from fusedrl.vllm import guard as module
+from fusedrl.vllm.guard import PauseGuard
 
 pytestmark = pytest.mark.heavy
 
@@ -27,28 +27,25 @@ BRINGS = [
 @pytest.fixture
 def trainer(monkeypatch):
     """Its process, beside a guard that does not wait for what it has sent."""
-    monkeypatch.setattr(pause_guard, "_LOOK", 0.01)
-    monkeypatch.setattr(pause_guard, "_SETTLED", 0)
+    monkeypatch.setattr(module, "_LOOK", 0.01)
+    monkeypatch.setattr(module, "_SETTLED", 0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
 
 
-@pytest.mark.parametrize("goes", ["ends", "leaves", "is over"])
-def test_the_guard_brings_the_update_to_its_end(trainer, goes):
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("goes", ["ends", "is over"])
+def test_the_guard_brings_the_update_to_its_end(trainer, goes, stays):
     with paused_server() as (address, calls):
         channel = {"pid": trainer.pid, "fd": 3, "session": "secret"}
-        guard = PauseGuard(address, channel, 7)
-        guard.stays = False
+        guard = PauseGuard(address, channel, 7, stays=stays)
         time.sleep(0.1)
-        assert guard.is_watching
+        assert not guard.over.is_set()
         assert calls == []
         if goes == "ends":  # whatever its channel says, which it may have closed before
             trainer.kill()
-        elif goes == "leaves":
-            guard.left = True
         else:
-            guard.end()
-        while guard.is_watching:
-            time.sleep(0.01)
-        assert calls == ([] if goes == "is over" else BRINGS)
+            guard.over.set()
+        assert guard.over.wait(60)
+        assert calls == ([] if goes == "is over" else BRINGS[: len(BRINGS) - stays])

@@ -8,7 +8,7 @@ from fusedrl.vllm import plugin
 def test_every_process_may_register_again():
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from fusedrl.vllm.transfer_engine import ChannelWeightTransferEngine
+    from fusedrl.vllm.worker import ChannelWeightTransferEngine
 
     plugin.register()
     plugin.register()

@@ -23,6 +23,7 @@ from tiny_engines import expected, train
 
 from fusedrl import WeightChannel
 from fusedrl.vllm import EngineWeights
+from fusedrl.vllm.update import run_calls
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ class TestRunning:
             post(address, "pause?mode=keep", {})
             channel.publish()
             with pytest.raises(RuntimeError, match="expected 7"):
-                weights._updates.load(7)
+                run_calls(weights._update.run(7))
             assert weights.update() == 2
             assert is_paused(address)
             with ThreadPoolExecutor(1) as thread:

@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 
 import pytest
+import torch
 
-from fusedrl import WeightHandle
-from fusedrl.vllm.updates import Updates, to_its_end
+from fusedrl import WeightChannel, WeightHandle
+from fusedrl.vllm import EngineWeights
+from fusedrl.vllm.update import Update, run_calls, to_its_end
 
 
 class Engine:
@@ -20,6 +22,7 @@ class Engine:
 
     address = "http://localhost:8000"
     in_loop, requests_wait = False, True
+    is_users = False  # a pause before the update
 
     def __init__(self, failing=(), lost=False, error=RuntimeError):
         self.failing, self.lost, self.error = failing, lost, error
@@ -27,8 +30,8 @@ class Engine:
         self.calls = 0
         self.paused = False
         self.weights = self.named = self.keys = "default"
-        self.leased = self.stays = None
-        self.held = self.left = False
+        self.leased = None
+        self.held = False
 
     def answers_rightly(self):
         return self.weights == self.named and self.keys in (None, self.weights)
@@ -61,7 +64,7 @@ class Engine:
         await self.called(lambda: setattr(self, "named", label))
 
     async def pause(self, mode):
-        assert self.held and self.stays is not None
+        assert self.held
         await self.called(lambda: setattr(self, "paused", True))
 
     async def resume(self):
@@ -71,24 +74,26 @@ class Engine:
 
         await self.called(effect)
 
-    async def forget(self):
+    async def drop_keys(self):
         assert self.paused
         await self.called(lambda: setattr(self, "keys", None))
+        return True
+
+    async def drop_encoded(self):
+        pass
 
     async def tell(self, message):
         if lease := message.get("lease"):
-            await self.called(lambda: self.lease(str(lease)))
+            assert lease["stays"] is (self.paused and self.named != "unknown" and self.is_users)
+            await self.called(lambda: self.lease(str(lease["version"])))
         elif version := message.get("load"):
             await self.called(lambda: self.load(str(version)), lambda: self.load("half"))
-        elif message.get("over"):
-            await self.called(lambda: setattr(self, "held", False))
-        elif message.get("left"):
-            await self.called(lambda: setattr(self, "left", True))
         else:
-            await self.called(lambda: setattr(self, "stays", message["stays"]))
+            assert message["over"]
+            await self.called(lambda: setattr(self, "held", False))
 
     def lease(self, version):
-        self.leased, self.held, self.left, self.stays = version, True, False, None
+        self.leased, self.held = version, True
 
     def load(self, weights):
         assert self.paused
@@ -98,18 +103,24 @@ class Engine:
         self.weights = weights
 
 
-def updates_of(engine):
-    return Updates(WeightHandle(1, 3, "secret"), lambda: None, engine)
+def update_of(engine):
+    """A function that brings a version, with what it says that the engine has."""
+    update = Update(engine, WeightHandle(1, 3, "secret"), lambda: None)
+
+    def load(version):
+        return run_calls(update.run(version))
+
+    return load, lambda: update.version
 
 
-# lease, stays, pause, forget, name, load, name, resume, over
-NAME, LOAD, RESUME, CALLS = 5, 6, 8, 9
+# lease, pause, forget, name, load, name, resume, over
+PAUSE, NAME, LOAD, CALLS = 2, 4, 5, 8
 
 
 def test_an_update_takes_these_calls():
     engine = Engine()
-    updates = updates_of(engine)
-    assert [updates.load(3), updates.load(4)] == [3, 4]
+    load, _ = update_of(engine)
+    assert [load(3), load(4)] == [3, 4]
     assert engine.calls == 2 * CALLS
     assert (engine.weights, engine.named, engine.paused) == ("4", "4", False)
 
@@ -130,16 +141,16 @@ def for_each_failing(test):
 @for_each_failing
 def test_whichever_call_fails_it_has_the_version_before_or_this_one(failing, lost, error):
     engine = Engine([failing + CALLS], lost, error)
-    updates = updates_of(engine)
-    assert updates.load(3) == 3
-    raises = failing < NAME or (failing < CALLS and error is KeyboardInterrupt)
+    load, version = update_of(engine)
+    assert load(3) == 3
+    raises = failing < PAUSE or error is KeyboardInterrupt
     with pytest.raises(error) if raises else contextlib.nullcontext():
-        assert updates.load(4) == 4
-    has = 3 if failing < NAME else 4
-    assert (engine.weights, engine.named, updates.version) == (str(has), str(has), has)
+        assert load(4) == 4
+    has = 3 if failing < PAUSE else 4
+    assert (engine.weights, engine.named, version()) == (str(has), str(has), has)
     assert not engine.paused
     assert not engine.held or failing == CALLS  # it learns of its end from the next update
-    assert updates.load(5) == updates.version == 5
+    assert load(5) == version() == 5
     assert engine.weights == engine.named == "5"
 
 
@@ -147,15 +158,13 @@ def test_whichever_call_fails_it_has_the_version_before_or_this_one(failing, los
 @pytest.mark.parametrize("many", [2, 3, 4, 5, 6, 100], ids=str)
 def test_if_more_calls_fail_it_goes_on_with_what_it_says_or_not_at_all(failing, many, lost, error):
     engine = Engine(range(failing, failing + many), lost, error)
-    updates = updates_of(engine)
-    if failing < CALLS:
-        with pytest.raises((RuntimeError, KeyboardInterrupt)):
-            updates.load(3)
-    else:
-        updates.load(3)
+    load, version = update_of(engine)
+    with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+        load(3)
+        assert version() == 3
     assert engine.paused or (engine.says_nothing_wrong() and engine.weights != "half")
     engine.failing = ()
-    assert updates.load(4) == updates.version == 4
+    assert load(4) == version() == 4
     assert not engine.paused
     assert engine.weights == engine.named == "4"
 
@@ -163,44 +172,39 @@ def test_if_more_calls_fail_it_goes_on_with_what_it_says_or_not_at_all(failing, 
 def test_one_that_fails_twice_stays_paused_until_an_update_succeeds():
     engine = Engine([LOAD, LOAD + 4])  # after another pause, forget and name
     with pytest.raises(RuntimeError, match="version 3 at the second try, got no answer"):
-        updates_of(engine).load(3)
+        update_of(engine)[0](3)
     assert engine.paused
     assert engine.named == "unknown"
     assert not engine.held
     # Of another trainer, whose update fails too, before it has loaded anything.
-    engine.failing = [engine.calls + NAME - 1]
+    engine.failing = [engine.calls + PAUSE, engine.calls + PAUSE + 1]
     with pytest.raises(RuntimeError, match="no answer"):
-        updates_of(engine).load(4)
+        update_of(engine)[0](4)
     assert engine.paused
-    assert updates_of(engine).load(5) == 5
-    assert not engine.paused
-
-
-@pytest.mark.parametrize("failing", [(LOAD, LOAD + 4), (4, 5)], ids=["loading", "resuming"])
-def test_one_that_is_interrupted_twice_is_left_to_the_server(failing):
-    engine = Engine(failing, error=KeyboardInterrupt)
-    updates = updates_of(engine)
-    with pytest.raises(KeyboardInterrupt):
-        updates.load(3)
-    assert engine.left
-    assert engine.paused
-    assert engine.held
-    assert updates.load(4) == 4
+    assert update_of(engine)[0](5) == 5
     assert not engine.paused
 
 
 @pytest.mark.parametrize("failing", range(CALLS + 1))
 def test_a_pause_that_the_user_made_stays(failing):
     engine = Engine([failing])
-    engine.paused = True
-    updates = updates_of(engine)
+    engine.paused = engine.is_users = True
     with contextlib.suppress(RuntimeError):
-        updates.load(3)
+        update_of(engine)[0](3)
     assert engine.paused
-    assert 0 < failing < NAME or engine.weights == engine.named == "3"
+    assert 0 < failing < PAUSE or engine.weights == engine.named == "3"
 
 
-def test_a_cancellation_takes_effect_at_the_end():
+def test_an_address_that_others_reach_is_logged_once(caplog):
+    with WeightChannel.create({"a": torch.zeros(1)}) as channel:
+        for host in ("127.0.0.1", "localhost", "[::1]", "10.0.0.7", "10.0.0.7", "trainer.example"):
+            EngineWeights(channel, f"http://{host}:8000")
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 2
+    assert all("the channel's secret" in text for text in logged)
+
+
+def test_cancellations_take_effect_at_the_end():
     done = []
 
     async def work():
@@ -210,9 +214,9 @@ def test_a_cancellation_takes_effect_at_the_end():
 
     async def main():
         task = asyncio.create_task(to_its_end(work()))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert done == [True]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from fusedrl.compat.vllm import offline_engine_has_ended, runs_in_this_process
+from fusedrl.logs import warn_once
 
 BACKEND = "fusedrl"
 InFlight = Literal["recompute", "wait"]
@@ -26,7 +29,7 @@ _HEALTH = 5.0
 # Seconds within which the end of an engine is noticed.
 _ALIVE = 0.5
 # A server runs on this machine, and the calls have the channel's secret: no proxy is asked.
-DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ENDED = (
     "engine: expected one that runs, got one that has ended during the call; start a new one: its "
     "log says why it ended"
@@ -34,111 +37,72 @@ _ENDED = (
 
 
 class Engine:
-    """An engine that a trainer updates: what it has to be asked for each step, and how.
+    """An engine that a trainer updates: what it has to be asked for each step, and how."""
 
-    The calls are made by :meth:`ask`. It is a coroutine because the calls of ``AsyncLLM`` are. That
-    of other engines blocks the calling thread until the engine has answered, and never waits for an
-    event loop.
+    key: int | str  # identifies the engine for as long as this object exists
+    address: str | None = None  # of a server, which outlives its trainer
+    in_loop = False  # whether it is called within an event loop
+    requests_wait = True  # while it is paused, as LLM.generate() cannot
+    has_ended: Callable[[], bool]  # where vLLM would wait for its answer
 
-    Attributes:
-        key: identifies the engine for as long as this object exists.
-        address: that of a server, which outlives its trainer; ``None`` for an engine that ends with
-            this process.
-        in_loop: whether the engine is called within an event loop.
-        requests_wait: whether requests wait while it is paused, as ``LLM.generate()`` cannot.
-        label: returns the name that the engine gives its weights.
-        is_paused: returns whether somebody has paused the engine.
-        pause: pauses running requests with ``"keep"``, or lets them end first with ``"wait"``.
-        resume: lets requests go on.
-        tell: passes a message to the workers' ``ChannelWeightTransferEngine``.
-        name: gives the weights another name.
-        drop_keys: drops keys and values, those of running requests and of a connector included;
-            returns whether all of them could be dropped.
-        drop_encoded: drops what the encoder has computed.
-    """
-
-    key: int | str
-    address: str | None = None
-    in_loop = False
-    requests_wait = True
-    label: Callable[[], Any]
+    # Each call is made by ask().
+    label: Callable[[], Any]  # the name that it gives its weights
+    name: Callable[[str], Any]  # gives them another one
     is_paused: Callable[[], Any]
-    pause: Callable[[str], Any]
+    pause: Callable[[str], Any]  # "keep" pauses running requests, "wait" lets them end first
     resume: Callable[[], Any]
-    tell: Callable[[dict[str, Any]], Any]
-    name: Callable[[str], Any]
-    drop_keys: Callable[[], Any]
-    drop_encoded: Callable[[], Any]
+    tell: Callable[[dict[str, Any]], Any]  # passes a message to the workers
+    drop_keys: Callable[[], Any]  # all keys and values, a connector's too; whether it could
+    drop_encoded: Callable[[], Any]  # what the encoder has computed
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
-        raise NotImplementedError
+        """The answer to a call, or an error once the engine has ended.
 
-    async def forget(self) -> None:
-        """Drop everything computed with the former weights, that of running requests included."""
-        if not await self.ask(self.drop_keys):
-            raise RuntimeError(
-                "engine: expected its KV cache and that of its connector to be dropped, got a "
-                "refusal; its log says why, and the next update tries again"
-            )
-        await self.ask(self.drop_encoded)
+        The calls of an ``AsyncLLM`` are coroutines. Those of others block the calling thread.
+        """
+        answer: Future[Any] = Future()
+
+        def wait() -> None:
+            try:
+                answer.set_result(call(*args))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
+        while not wait_for([answer], timeout=_ALIVE).done:
+            if self.has_ended() and not wait_for([answer], timeout=_ALIVE).done:
+                raise RuntimeError(_ENDED)
+        return answer.result()
 
 
-def engine_of(engine: Any, timeout: float) -> Engine:
-    """The object that calls an engine.
-
-    Args:
-        engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server.
-        timeout: seconds that a server's workers wait for a version.
-
-    Raises:
-        TypeError: ``engine`` is something else.
-        ValueError: ``engine`` is a string but no address, or an engine in this process that was
-            started without the backend.
-    """
+def engine_of(engine: Any, timeout: float = 60.0) -> Engine:
+    """The object that calls an engine; ``timeout`` is how long a server's workers wait."""
     if isinstance(engine, str):
-        return Server(engine, timeout + _LOADING)
+        server = Server(engine, timeout + _LOADING)
+        if not re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(engine).hostname or ""):
+            warn_once(
+                f"engine: expected a loopback address, got {engine}; each call has the channel's "
+                "secret, and who reaches that port controls the engine: serve it on 127.0.0.1"
+            )
+        return server
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if isinstance(engine, LLM):
-        _check_backend(engine.llm_engine.vllm_config)
-        return Offline(engine)
-    if isinstance(engine, AsyncLLM):
-        _check_backend(engine.vllm_config)
-        return InLoop(engine)
-    raise TypeError(
-        "engine: expected a vllm.LLM, a vllm.v1.engine.async_llm.AsyncLLM or the address of a "
-        f"server, such as 'http://localhost:8000', got {type(engine).__name__}; pass the engine "
-        "itself, not what is around it"
-    )
-
-
-def _check_backend(vllm_config: Any) -> None:
-    transfer = vllm_config.weight_transfer_config
+    if not isinstance(engine, LLM | AsyncLLM):
+        raise TypeError(
+            "engine: expected a vllm.LLM, a vllm.v1.engine.async_llm.AsyncLLM or the address of a "
+            f"server, such as 'http://localhost:8000', got {type(engine).__name__}; pass the "
+            "engine itself, not what is around it"
+        )
+    is_offline = isinstance(engine, LLM)
+    transfer = (engine.llm_engine if is_offline else engine).vllm_config.weight_transfer_config
     backend = None if transfer is None else transfer.backend
     if backend != BACKEND:
         raise ValueError(
             f"engine: expected one with backend={BACKEND!r}, got backend={backend!r}; start it "
             f"with weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
         )
-
-
-def _answer_in_thread(call: Callable[[], Any], has_ended: Callable[[], bool]) -> Any:
-    """Make a call that never returns if the engine ends meanwhile, and raise an error then."""
-    answer: Future[Any] = Future()
-
-    def wait() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
-    while not wait_for([answer], timeout=_ALIVE).done:
-        if has_ended() and not wait_for([answer], timeout=_ALIVE).done:
-            raise RuntimeError(_ENDED)
-    return answer.result()
+    return Offline(engine) if is_offline else InLoop(engine)
 
 
 class Offline(Engine):
@@ -157,12 +121,11 @@ class Offline(Engine):
         self.name = llm.update_weight_version
         self.drop_keys = lambda: llm.reset_prefix_cache(True, reset_connector=True)
         self.drop_encoded = lambda: llm.llm_engine.reset_encoder_cache()
+        self.has_ended = lambda: offline_engine_has_ended(llm)
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer to a call; an engine in this process has to be called by this thread."""
-        if runs_in_this_process(self._llm):
-            return call(*args)
-        return _answer_in_thread(lambda: call(*args), lambda: offline_engine_has_ended(self._llm))
+        """As above; an engine in this process has to be called by this thread."""
+        return call(*args) if runs_in_this_process(self._llm) else await super().ask(call, *args)
 
 
 class InLoop(Engine):
@@ -173,7 +136,6 @@ class InLoop(Engine):
     def __init__(self, llm: Any) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest as Request
 
-        self._llm = llm
         self.key = id(llm)
         self.label = llm.get_weight_version
         self.is_paused = llm.is_paused
@@ -182,14 +144,15 @@ class InLoop(Engine):
         self.tell = lambda message: llm.init_weight_transfer_engine(Request(init_info=message))
         self.name = llm.update_weight_version
         self.drop_keys = lambda: llm.reset_prefix_cache(True, reset_connector=True)
-        self.drop_encoded = lambda: llm.reset_encoder_cache()
+        self.drop_encoded = llm.reset_encoder_cache
+        self.has_ended = lambda: llm.errored
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
+        """As above, within the event loop."""
         task = asyncio.ensure_future(call(*args))
         try:
             while not (await asyncio.wait([task], timeout=_ALIVE))[0]:
-                if self._llm.errored:
+                if self.has_ended():
                     raise RuntimeError(_ENDED)
         except BaseException:
             task.cancel()
@@ -198,12 +161,7 @@ class InLoop(Engine):
 
 
 class Server(Engine):
-    """A server that runs with ``VLLM_SERVER_DEV_MODE=1``, which these calls need.
-
-    Args:
-        address: ``http://host:port``.
-        timeout: seconds for a call.
-    """
+    """A server that runs with ``VLLM_SERVER_DEV_MODE=1``, which these calls need."""
 
     def __init__(self, address: str, timeout: float) -> None:
         if not address.startswith(("http://", "https://")):
@@ -211,69 +169,57 @@ class Server(Engine):
                 f"engine: expected an address such as 'http://localhost:8000', got {address!r}; "
                 "begin it with http:// or https://"
             )
-        self.key = self.address = self._server = address.rstrip("/")
+        self.key = self.address = address.rstrip("/")
         self._timeout = timeout
-        self.label = lambda: self._get("weight_info")["weight_version"]
-        self.is_paused = lambda: self._get("is_paused")["is_paused"]
-        self.pause = lambda mode: self._post(f"pause?mode={mode}&clear_cache=false")
-        self.resume = lambda: self._post("resume")
-        self.tell = lambda message: self._post(
-            "init_weight_transfer_engine", {"init_info": message}
-        )
-        self.name = lambda label: self._post("update_weight_version", {"new_version": label})
         drop = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
-        self.drop_keys = lambda: json.loads(self._post(drop))["success"]
-        self.drop_encoded = lambda: self._post("reset_encoder_cache")
+        call = self._call
+        self.label = lambda: call("GET weight_info")["weight_version"]
+        self.is_paused = lambda: call("GET is_paused")["is_paused"]
+        self.pause = lambda mode: call(f"POST pause?mode={mode}&clear_cache=false")
+        self.resume = lambda: call("POST resume")
+        self.tell = lambda it: call("POST init_weight_transfer_engine", {"init_info": it})
+        self.name = lambda label: call("POST update_weight_version", {"new_version": label})
+        self.drop_keys = lambda: call(f"POST {drop}")["success"]
+        self.drop_encoded = lambda: call("POST reset_encoder_cache")
+        self.reach = lambda: call("GET version")  # which a busy engine need not answer
 
-    async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The answer to a call, or an error once the engine has ended, where vLLM would wait."""
-        return _answer_in_thread(lambda: call(*args), self._has_ended)
-
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether its engine has ended; a server that does not answer in time is busy."""
         try:
-            self._request("GET", "health", None, _HEALTH)
-        except TimeoutError:
-            pass  # busy
-        except RuntimeError as error:
-            return not isinstance(getattr(error.__cause__, "reason", None), TimeoutError)
-        return False
+            with _DIRECTLY.open(f"{self.address}/health", timeout=_HEALTH):
+                return False
+        except (OSError, http.client.HTTPException) as error:
+            return not isinstance(getattr(error, "reason", error), TimeoutError)
 
-    def _get(self, path: str) -> Any:
-        return json.loads(self._request("GET", path, None, self._timeout))
-
-    def _post(self, path: str, fields: dict[str, Any] | None = None) -> bytes:
-        data = b"" if fields is None else json.dumps(fields).encode()
-        return self._request("POST", path, data, self._timeout)
-
-    def _request(self, method: str, path: str, data: bytes | None, timeout: float) -> bytes:
+    def _call(self, line: str, fields: dict[str, Any] | None = None) -> Any:
+        method, path = line.split(" ")
         request = urllib.request.Request(
-            f"{self._server}/{path}",
-            data=data,
+            f"{self.address}/{path}",
+            data=json.dumps(fields).encode() if fields else None,
             headers={"Content-Type": "application/json"},
             method=method,
         )
         try:
-            with DIRECTLY.open(request, timeout=timeout) as answer:
-                return answer.read()
+            with _DIRECTLY.open(request, timeout=self._timeout) as answer:
+                return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
             raise RuntimeError(
-                f"engine: expected {self._server}/{path.partition('?')[0]} to succeed, got "
+                f"engine: expected {self.address}/{path.partition('?')[0]} to succeed, got "
                 f"{error.code}: {_reason(error)}; the server's log says more"
             ) from error
         except TimeoutError as error:
             raise TimeoutError(
-                f"engine: expected {self._server} to answer within {timeout} s, got "
+                f"engine: expected {self.address} to answer within {self._timeout} s, got "
                 "nothing; see what it does, or raise timeout"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise RuntimeError(
-                f"engine: expected a server at {self._server}, got {error}; start it first, with "
-                "VLLM_SERVER_DEV_MODE=1"
+                f"engine: expected a server at {self.address}, got {error}; start it first, with "
+                "VLLM_SERVER_DEV_MODE=1, and give an address that its workers can call too"
             ) from error
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """The reason that a server gives for a call that failed."""
     if error.code == 404:
         return "no such call; start the server with VLLM_SERVER_DEV_MODE=1"
     text = error.read().decode(errors="replace")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +25,7 @@ logger = logging.getLogger("fusedrl")
 
 
 class ModelWeights:
-    """Loads the versions of a layout into one model.
-
-    Args:
-        model: vLLM's model, which fuses parameters of several layers of a checkpoint into one, and
-            has some in another form.
-        vllm_config: the configuration that the model was made with.
-        layout: the layout of the weights.
+    """Loads the versions of a layout into one model of vLLM's.
 
     Attributes:
         unused: a message for each weight that this stage of a pipeline does not use; some stage
@@ -43,30 +39,23 @@ class ModelWeights:
         self._model = model
         self._config = vllm_config
         self._layout = layout
-        self._way = _way_in(vllm_config, layout)
-        self.unused = self._way.unused
+        self._names, self._in_checkpoint, self.unused = _way_in(vllm_config, layout)
         # A load that failed may have left layers which the next one treats in another way.
         self._is_known_to_load = False
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor]) -> None:
-        """Load one version.
-
-        Args:
-            views: one for each stored entry, as :meth:`Layout.views` makes them. They may be freed
-                afterwards.
+        """Load the version of these views; after an error of the model it can be loaded again.
 
         Raises:
             RuntimeError: the model has other weights than an engine that starts with this version.
-            Exception: an error of the model. Some of its layers have the version then and others
-                do not, and it can be loaded again.
         """
         known, self._is_known_to_load = self._is_known_to_load, False
         # What a load leaves as it was is right if the engine has started with these weights. So
         # others are loaded first, which no model has.
         others = [view.new_full((), 0.3).expand(view.shape) for view in views]
         for given in [views] if known else [others, views]:
-            weights = self._in_checkpoint(given)
+            weights = partial(self._given, given)
             vllm.load_again(self._model, self._config, weights)
             if not known and (wrong := self._wrong_after(weights)):
                 raise RuntimeError(
@@ -75,13 +64,9 @@ class ModelWeights:
                 )
         self._is_known_to_load = True
 
-    def _in_checkpoint(self, views: Sequence[Tensor]) -> vllm.Weights:
-        def weights() -> Iterator[tuple[str, Tensor]]:
-            for name in self._way.names:
-                view = views[self._layout.view_of[name]]
-                yield from self._way.in_checkpoint(name, view)
-
-        return weights
+    def _given(self, views: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name in self._names:
+            yield from self._in_checkpoint(name, views[self._layout.view_of[name]])
 
     def _wrong_after(self, weights: vllm.Weights) -> list[str]:
         """What a start with these weights would make otherwise, in one layer of each kind."""
@@ -111,58 +96,45 @@ def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, tensor)]
 
 
-class WayIn(NamedTuple):
-    """How weights come into a model.
+def _way_in(config: Any, layout: Layout) -> tuple[list[str], InCheckpoint, list[str]]:
+    """The names of a layout that a model needs, and what its checkpoint has of each.
 
-    Attributes:
-        names: the names of the layout that the model needs.
-        in_checkpoint: what the checkpoint that it would start with has of a weight.
-        unused: a message for each weight that this stage of a pipeline does not use.
-    """
-
-    names: list[str]
-    in_checkpoint: InCheckpoint = _as_it_is
-    unused: Sequence[str] = ()
-
-
-def _way_in(vllm_config: Any, layout: Layout) -> WayIn:
-    """How weights of a layout come into a model of this configuration.
-
-    Tied names are among them if the model takes them, as it may have packed a copy for each.
+    Tied names are among them if the model takes them, as it may have packed a copy for each. The
+    third are messages, one for each weight that this stage of a pipeline does not use.
 
     Raises:
         ValueError: the model does not take all of these weights, or needs others.
     """
-    stored, every = [e.name for e in layout.stored], [e.name for e in layout.entries]
-    if vllm_config.model_config.quantization is not None:
+    stored = [entry.name for entry in layout.stored]
+    if config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
-        return WayIn(stored)
+        return stored, _as_it_is, []
     entries = {entry.name: entry for entry in layout.entries}
-    choices = [every, stored] if len(every) > len(stored) else [stored]
+    choices = [list(entries), stored] if len(entries) > len(stored) else [stored]
     # Each stage of a pipeline uses a part.
-    in_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
-    fit = Fit([], [])
-    for names in choices:
-        fit = _fit(vllm_config, [entries[name] for name in names])
-        if not fit.wrong and (in_stages or not fit.unused):
-            return WayIn(names, unused=fit.unused)
-    # Where the model has not those names either, its own differences are reported.
-    try:
-        in_checkpoint = transformers.in_checkpoint(vllm_config.model_config.hf_config)
-    except (ImportError, ValueError):  # no checkpoint of this model is known
-        pass
-    else:
+    in_stages = config.parallel_config.pipeline_parallel_size > 1
+    differences: list[str] = []
+    for in_checkpoint in _forms(config):
         for names in choices:
-            converted = _converted([entries[name] for name in names], in_checkpoint)
-            other = _fit(vllm_config, converted)
-            if not other.wrong and (in_stages or not other.unused):
-                return WayIn(names, in_checkpoint, other.unused)
+            given = _converted([entries[name] for name in names], in_checkpoint)
+            unused, wrong = _differences(config, given)
+            if not wrong and (in_stages or not unused):
+                return names, in_checkpoint, unused
+            # Where the model has not the other form either, those of the first are reported.
+            differences = differences or unused + wrong
     raise ValueError(
-        f"channel: expected the weights of {vllm_config.model_config.architecture} as its "
-        "checkpoint has them, got others; create the channel from the model that the engine "
-        "runs, from a peft model with merge_adapters=True, or from a dict with the names of its "
-        "checkpoint" + listed(fit.unused + fit.wrong)
+        f"channel: expected the weights of {config.model_config.architecture} as its checkpoint "
+        "has them, got others; create the channel from the model that the engine runs, from a peft "
+        "model with merge_adapters=True, or from a dict with the names of its checkpoint"
+        + listed(differences)
     )
+
+
+def _forms(config: Any) -> Iterator[InCheckpoint]:
+    yield _as_it_is
+    # No checkpoint of the model may be known.
+    with contextlib.suppress(ImportError, ValueError):
+        yield transformers.in_checkpoint(config.model_config.hf_config)
 
 
 def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[Entry]:
@@ -180,32 +152,28 @@ def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[En
     return converted
 
 
-class Fit(NamedTuple):
-    """The differences of weights from those of a model, a message each.
+def _differences(config: Any, entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
+    """What a model does not use of some weights, and what it refuses or lacks; a message each.
 
-    Attributes:
-        unused: of weights that the model does not use.
-        wrong: of those that it refuses or lacks.
+    They are tried on a copy of the model. Neither has memory.
     """
-
-    unused: list[str]
-    wrong: list[str]
-
-
-def _fit(vllm_config: Any, entries: Sequence[Entry]) -> Fit:
-    """Try the weights on a copy of the model without memory.
-
-    The copy takes the weights, which have no memory either, as the engine's own model would.
-    """
-    model = vllm.model_without_memory(vllm_config)
+    model = vllm.model_without_memory(config)
     # One element stands for all of a tensor. Tensors on meta could not be copied from.
     weights = {e.name: torch.zeros((), dtype=e.dtype).expand(e.shape) for e in entries}
     copies = _Copies({storage_of(tensor): name for name, tensor in weights.items()})
+    last = ""
+
+    def given() -> Iterator[tuple[str, Tensor]]:
+        nonlocal last
+        for last in weights:
+            yield last, weights[last]
+        last = ""  # they may all be taken before one is loaded
+
     try:
-        with copies, vllm.configured(vllm_config), torch.no_grad():
-            model.load_weights(list(weights.items()))
-    except Exception:
-        return Fit([], _refused(vllm_config, weights))
+        with copies, vllm.configured(config), torch.no_grad():
+            model.load_weights(given())
+    except Exception as error:
+        return [], [f"{last or 'weights'}: {type(error).__name__}: {error or 'of another shape'}"]
     unused = [
         f"{entry.name}: expected no such entry, got {described(entry)}"
         for entry in entries
@@ -217,20 +185,7 @@ def _fit(vllm_config: Any, entries: Sequence[Entry]) -> Fit:
         for name, parameter in model.named_parameters()
         if (count := copies.filled[storage_of(parameter)]) < parameter.numel()
     ]
-    return Fit(unused, missing)
-
-
-def _refused(vllm_config: Any, weights: dict[str, Tensor]) -> list[str]:
-    """The error of a model for each of the weights that it refuses."""
-    model, refused = vllm.model_without_memory(vllm_config), []
-    with vllm.configured(vllm_config), torch.no_grad():
-        for name, tensor in weights.items():
-            try:
-                model.load_weights([(name, tensor)])
-            except Exception as error:
-                text = str(error) or "no such entry, or of another shape"
-                refused.append(f"{name}, {tuple(tensor.shape)}: {type(error).__name__}: {text}")
-    return refused or ["they are refused together, though not one by one"]
+    return unused, missing
 
 
 class _Copies(DispatchMode):

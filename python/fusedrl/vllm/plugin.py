@@ -17,7 +17,7 @@ def register() -> None:
     backend. To those that do, vLLM says that there is no such option.
     """
     try:
-        register_backend(BACKEND, "fusedrl.vllm.transfer_engine", "ChannelWeightTransferEngine")
+        register_backend(BACKEND, "fusedrl.vllm.worker", "ChannelWeightTransferEngine")
     except ImportError:
         logger.info(
             "vllm: expected weight transfer (0.31 or later) for backend='fusedrl', got none"

@@ -1,10 +1,14 @@
-"""Finds the vLLM engine in torchrl's policies, and lets them report the version of each token."""
+"""Keeps the vLLM engine of torchrl's policies at a channel, and reports each token's version."""
 
+# vLLM has an environment of its own, which the linters do not see.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -12,8 +16,12 @@ import torch
 from tensordict import TensorDictBase, set_list_to_stack
 from torch import nn
 
+from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.following import Following
 from fusedrl.compat.torchrl import VLLM_CALLS, engine_kind
-from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY, token_versions
+from fusedrl.vllm.engines import engine_of
+from fusedrl.vllm.token_versions import PADDING, STARTED_WITH, TOKENS_KEY, token_versions
+from fusedrl.vllm.update import Update, run_calls
 
 
 def wrappers_in(policy: Any) -> list[Any]:
@@ -23,7 +31,19 @@ def wrappers_in(policy: Any) -> list[Any]:
         TypeError: an engine that cannot be given weights through a channel.
         ValueError: the policy has several engines.
     """
-    wrappers = list(_with_engines(policy))
+    # Importing vLLM takes seconds, and without an import the policy cannot have an engine.
+    engine_class = getattr(sys.modules.get("vllm.entrypoints.llm"), "LLM", ())
+    wrappers = []
+    for part in policy.modules() if isinstance(policy, nn.Module) else [policy]:
+        if engine_kind(part) in ("async_vllm", "ray_actor"):
+            raise TypeError(
+                "policy: expected a vLLMWrapper of a vllm.LLM for weights out of a channel, got "
+                f"one of {type(part.model).__name__}, whose engines run in Ray's actors and are "
+                "started for NCCL; make the LLM in the process of its collector, with "
+                "weight_transfer_config=WeightTransferConfig(backend='fusedrl')"
+            )
+        if isinstance(getattr(part, "model", None), engine_class):
+            wrappers.append(part)
     if any(wrapper.model is not wrappers[0].model for wrapper in wrappers):
         raise ValueError(
             "policy: expected one vLLM engine, whose weights a channel has, got several; give each "
@@ -32,31 +52,70 @@ def wrappers_in(policy: Any) -> list[Any]:
     return wrappers
 
 
-def _with_engines(policy: Any) -> Iterator[Any]:
-    # Importing vLLM takes seconds, and without an import the policy cannot have an engine.
-    engine_class = getattr(sys.modules.get("vllm.entrypoints.llm"), "LLM", None)
-    for part in policy.modules() if isinstance(policy, nn.Module) else [policy]:
-        if engine_kind(part) in ("async_vllm", "ray_actor"):
-            raise TypeError(
-                "policy: expected a vLLMWrapper of a vllm.LLM for weights out of a channel, got "
-                f"one of {type(part.model).__name__}, whose engines run in Ray's actors and are "
-                "started for NCCL; make the LLM in the process of its collector, with "
-                "weight_transfer_config=WeightTransferConfig(backend='fusedrl'), and an "
-                "AsyncCollector for each process"
+_FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
+
+
+class EngineFollower(Following):
+    """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
+
+    As long as it is followed, torchrl's wrappers report the version of each token, if vLLM does
+    (from 0.32 on). What the engine has started with is version 0.
+
+    Args:
+        handle: of the channel, which the engine opens itself; ``reader`` tells what is published.
+        policy: contains the engine.
+
+    Raises:
+        ValueError: the engine was started without the backend, another follower has it, or its
+            model has other weights than the channel.
+    """
+
+    def __init__(self, handle: WeightHandle, reader: WeightReader, policy: Any) -> None:
+        from vllm.outputs import CompletionOutput
+
+        super().__init__(reader, policy)
+        wrappers = wrappers_in(policy)
+        self.engine = wrappers[0].model
+        engine = engine_of(self.engine)
+        if any(other.engine is self.engine for other in list(_FOLLOWERS)):
+            raise ValueError(
+                "policy: expected an engine that nothing else gives weights to, got one that "
+                "follows a channel already; shut down the other collector first"
             )
-        if engine_class is not None and isinstance(getattr(part, "model", None), engine_class):
-            yield part
+        try:
+            run_calls(engine.ask(engine.tell, {"address": asdict(handle)}))
+            # It may have a label from another channel, which means nothing in this one.
+            run_calls(engine.ask(engine.name, STARTED_WITH))
+        except Exception as error:  # errors of an engine in another process have lost their class
+            raise ValueError(
+                f"channel: expected one that the policy's engine can read, got: {error}; create it "
+                "from the model that the engine runs"
+            ) from error
+        self._update = Update(engine, handle, lambda: reader.version)
+        tells = hasattr(CompletionOutput, "weight_versions")
+        of_torchrl = (w for w in wrappers if tells and engine_kind(w) and w.generate)
+        self._reports = [ReportedVersions(wrapper) for wrapper in of_torchrl]
+        _FOLLOWERS.add(self)
+
+    def _switch(self, timeout: float | None) -> None:
+        newest, update = self.reader.wait_for(0, timeout), self._update
+        with update.known.lock:
+            if update.known.has != (self.reader.session, newest):
+                run_calls(update.run(newest))
+            self.version = update.version
+
+    def close(self, detach: bool = True) -> None:
+        """Stop following the channel; the engine keeps the version that it has."""
+        while self._reports:
+            self._reports.pop().remove()
+        _FOLLOWERS.discard(self)
 
 
 class ReportedVersions:
-    """Lets a ``vLLMWrapper`` report the version of each token that it generates.
+    """Lets torchrl's ``vLLMWrapper`` report the version of each token that it generates.
 
-    The versions come under ``"token_policy_version"`` as int64, in the form of the tokens of the
-    response: ragged, or padded with -1. If the engine has no room for a prompt, the whole batch is
-    refused before the engine gets any of it.
-
-    Args:
-        wrapper: a generating wrapper of torchrl, which is changed until :meth:`remove`.
+    They come under ``"token_policy_version"`` as int64, in the form of the tokens of the response:
+    ragged, or padded with -1.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -64,20 +123,15 @@ class ReportedVersions:
         self._call = threading.local()  # the completions of this thread's call
         self._out_keys = list(wrapper.out_keys)
         wrapper.out_keys = [*self._out_keys, TOKENS_KEY]
-        self._replaced = list(VLLM_CALLS)
         calls = (self._generate, self._report, self._report)
         for name, call in zip(VLLM_CALLS, calls, strict=True):
             setattr(wrapper, name, partial(call, getattr(wrapper, name)))
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The wrapper's call of its engine."""
-        tokens = kwargs.get("prompt_token_ids")
-        if tokens:
-            check_lengths(tokens, self._wrapper.model)
         requests = generate(*args, **kwargs)
-        self._call.completions = [
-            completion for request in _listed(requests) for completion in request.outputs
-        ]
+        listed = requests if isinstance(requests, list) else [requests]
+        self._call.completions = [made for request in listed for made in request.outputs]
         return requests
 
     @set_list_to_stack(True)
@@ -95,23 +149,6 @@ class ReportedVersions:
 
     def remove(self) -> None:
         """Restore the wrapper."""
-        for name in self._replaced:
+        for name in VLLM_CALLS:
             delattr(self._wrapper, name)
         self._wrapper.out_keys = self._out_keys
-        self._replaced = []
-
-
-def check_lengths(prompts: Sequence[int] | Sequence[Sequence[int]], engine: Any) -> None:
-    """Raise ``ValueError`` unless an engine has room for prompts, and for a token of an answer."""
-    rows: Any = [prompts] if isinstance(prompts[0], int) else prompts
-    limit = engine.model_config.max_model_len
-    if long := [str(len(prompt)) for prompt in rows if len(prompt) >= limit]:
-        raise ValueError(
-            f"prompt: expected fewer than {limit} tokens, which is the engine's max_model_len, got "
-            f"{', '.join(long)}; end dialogs before that, with a StepCounter or another transform "
-            "that truncates them, or start the engine with a greater max_model_len"
-        )
-
-
-def _listed(requests: Any) -> list[Any]:
-    return requests if isinstance(requests, list) else [requests]

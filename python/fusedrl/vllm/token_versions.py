@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fusedrl.channel.checks import MAX_VERSION
 TOKENS_KEY = "token_policy_version"  # where a policy reports them, in its tensordicts
 PADDING = -1
 STARTED_WITH = "default"  # vLLM's label for the weights that an engine started with
+_VERSION = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 def token_versions(completion: Any) -> Tensor:
@@ -51,32 +52,25 @@ def token_versions(completion: Any) -> Tensor:
                 else "tokens without a version; take completions of vLLM's own engines"
             )
         )
-    _check_cover(spans, tokens)
-    versions = torch.empty(tokens, dtype=torch.int64)
-    for span in spans:
-        versions[span.start : span.end] = _number(span.version)
-    return versions
-
-
-def _check_cover(spans: Sequence[Any], tokens: int) -> None:
-    ends = [0, *(span.end for span in spans)]
-    starts = [*(span.start for span in spans), tokens]
+    ends, starts = [0, *(s.end for s in spans)], [*(s.start for s in spans), tokens]
     if starts != ends or ends != sorted(ends):
         raise ValueError(
             f"completion: expected spans of its {tokens} tokens, one after the other, got "
             f"{[(span.start, span.end) for span in spans]}; take the tokens of the whole "
             "completion, which a stream of deltas has in parts"
         )
+    versions = torch.empty(tokens, dtype=torch.int64)
+    for span in spans:
+        versions[span.start : span.end] = _number(span.version)
+    return versions
 
 
 def _number(label: str) -> int:
     if label == STARTED_WITH:
         return 0
-    digits = label.isascii() and label.isdecimal() and len(label) <= len(str(MAX_VERSION))
-    number = int(label) if digits else MAX_VERSION + 1
-    if number > MAX_VERSION or str(number) != label:
-        raise ValueError(
-            f"completion: expected versions of a channel, got {label!r}; let the engine's weights "
-            "be updated by fusedrl alone, which gives them their numbers"
-        )
-    return number
+    if _VERSION.fullmatch(label) and int(label) <= MAX_VERSION:
+        return int(label)
+    raise ValueError(
+        f"completion: expected versions of a channel, got {label!r}; let the engine's weights be "
+        "updated by fusedrl alone, which gives them their numbers"
+    )

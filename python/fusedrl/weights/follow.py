@@ -18,8 +18,7 @@ from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower, Following
 from fusedrl.channel.sources import module_places
 from fusedrl.compat import torchrl
-from fusedrl.vllm.engine_follower import EngineFollower
-from fusedrl.vllm.policy import wrappers_in
+from fusedrl.vllm.policy import EngineFollower, wrappers_in
 
 VERSION_KEY = "policy_version"
 

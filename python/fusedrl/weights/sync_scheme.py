@@ -23,8 +23,7 @@ from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.following import Follower, Following
 from fusedrl.compat import torchrl
-from fusedrl.vllm.engine_follower import EngineFollower
-from fusedrl.vllm.policy import wrappers_in
+from fusedrl.vllm.policy import EngineFollower, wrappers_in
 from fusedrl.weights.follow import Attachment, call_if_alive, module_of, patch_attribute
 from fusedrl.weights.worker_end import (
     POLICY_STATE,
