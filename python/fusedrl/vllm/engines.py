@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import re
@@ -12,8 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -60,19 +60,36 @@ class Engine:
 
         The calls of an ``AsyncLLM`` are coroutines. Those of others block the calling thread.
         """
-        answer: Future[Any] = Future()
+        answer: list[tuple[Any, BaseException | None]] = []
+        done: SimpleQueue[None] = SimpleQueue()  # in C, as Ctrl-C may come anywhere
+
+        def answered() -> None:
+            try:
+                answer.append((call(*args), None))
+            except BaseException as error:
+                answer.append((None, error))
+            done.put(None)
 
         def wait() -> None:
-            try:
-                answer.set_result(call(*args))
-            except BaseException as error:
-                answer.set_exception(error)
+            ended = 0
+            while not answer and ended < 2 and thread.is_alive():
+                ended += self.has_ended()
+                with contextlib.suppress(Empty):
+                    done.get(timeout=_ALIVE)
 
-        threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
-        while not wait_for([answer], timeout=_ALIVE).done:
-            if self.has_ended() and not wait_for([answer], timeout=_ALIVE).done:
-                raise RuntimeError(_ENDED)
-        return answer.result()
+        thread = threading.Thread(target=answered, name="fusedrl-engine-call", daemon=True)
+        try:
+            thread.start()
+            wait()
+        finally:
+            if not self.requests_wait:  # after Ctrl-C, too: it takes one call at a time
+                wait()
+        if not answer:
+            raise RuntimeError(_ENDED)
+        value, error = answer.pop()
+        if error is not None:
+            raise error
+        return value
 
 
 def engine_of(engine: Any, timeout: float = 60.0) -> Engine:
