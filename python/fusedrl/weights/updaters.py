@@ -118,7 +118,10 @@ class LocalWeightUpdaterBase(_Updater):
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         if worker_ids is not None:
-            raise ValueError(f"worker_ids: expected None, got {worker_ids!r}; there is one policy")
+            raise ValueError(
+                f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it out, "
+                "or use a remote updater"
+            )
         given = policy_or_weights is not None
         weights = policy_or_weights if given else self._get_server_weights()
         self._sync_weights_with_worker(server_weights=weights)
@@ -166,7 +169,10 @@ class RemoteWeightUpdaterBase(_Updater):
         chosen = known if worker_ids is None else [worker_ids] if single else worker_ids
         names = {str(worker) for worker in chosen}  # "cpu" names the worker torch.device("cpu")
         if unknown := names.difference(map(str, known)):
-            raise ValueError(f"worker_ids: expected one or several of {known}, got {unknown}")
+            raise ValueError(
+                f"worker_ids: expected one or several of {known}, got {unknown}; all_worker_ids() "
+                "lists them"
+            )
         if due := [w for w in known if str(w) in names and not self._skip_update(w)]:
             given = policy_or_weights is not None
             weights = policy_or_weights if given else self._get_server_weights()
@@ -279,7 +285,8 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         publishes = self._scheme.initialized_on_sender  # not in a copy in another process
         if publishes and len(worker_ids) < len(self.policy_weights):
             raise ValueError(
-                f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}"
+                f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}; give "
+                "workers that differ a collector of their own"
             )
         if mapped_weights is not None:
             for worker in worker_ids[1:]:  # before the first one is written, which is checked there
