@@ -119,8 +119,8 @@ class LocalWeightUpdaterBase(_Updater):
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         if worker_ids is not None:
             raise ValueError(
-                f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it out, "
-                "or use a remote updater"
+                f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it "
+                "out, or use a remote updater"
             )
         given = policy_or_weights is not None
         weights = policy_or_weights if given else self._get_server_weights()
