@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target, own
-from fusedrl.channel.sources import Place, places_of
-from fusedrl.channel.tensors import is_dtensor
+from fusedrl.channel.tensors import Weight, is_dtensor, weights_of
 
 if TYPE_CHECKING:
     from fusedrl.channel.channel import WeightChannel
@@ -208,7 +207,7 @@ class Follower(Following):
         self._refuse_shared()
         publisher = PUBLISHERS.get(reader.session)
         if publisher is not None:
-            self.refuse_trained(places_of(publisher.template).values())
+            self.refuse_trained(weights_of(publisher.template).values())
         self.mode: Literal["alias", "copy"] = mode
         self._aliases = mode == "alias"
         self.keeps = keeps and self._aliases
@@ -233,7 +232,7 @@ class Follower(Following):
                     "channel already; publish a module that has all of them through one channel"
                 )
 
-    def refuse_trained(self, places: Iterable[Place]) -> None:
+    def refuse_trained(self, places: Iterable[Weight]) -> None:
         """Raise ``ValueError`` if the module has tensors that are published, or their memory.
 
         A step that is not published yet would be lost at the next load, or computed with under the
@@ -316,7 +315,7 @@ class Follower(Following):
         _FOLLOWERS.discard(self)
 
 
-def refuse_followed(session: str, places: Collection[Place]) -> None:
+def refuse_followed(session: str, places: Collection[Weight]) -> None:
     """Raise ``ValueError`` if a follower of a channel would load what is published there."""
     for follower in list(_FOLLOWERS):
         if follower.reader.session == session:

@@ -31,7 +31,7 @@ def named_as(target: TensorDictBase, source: Weights) -> TensorDictBase:
         TypeError, ValueError: as for :func:`copy_weights`.
     """
     layout = Layout.of(target)
-    values = {name: place.value() for name, place in layout.matched_part(source).items()}
+    values = {name: place.value() for name, place in layout.match(source, partial=True).items()}
     first_names = {name: layout.stored[index].name for name, index in layout.view_of.items()}
     named = {name: values[first] for name, first in first_names.items() if first in values}
     return TensorDict(named).unflatten_keys(".")  # pyright: ignore[reportArgumentType]
@@ -46,7 +46,7 @@ def pairs(source: Weights, target: TensorDictBase) -> list[tuple[Tensor, Place]]
     there, brought = places_of(target), places_of(source)
     if not there and not brought:
         return []
-    matched = Layout.of(target).matched_part(source)
+    matched = Layout.of(target).match(source, partial=True)
     return [(there[name].tensor, place) for name, place in matched.items()]
 
 

@@ -154,7 +154,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         scheme: Any = ChannelWeightSyncScheme(slots=self.slots, timeout=self.timeout)
         scheme.init_on_sender(model_id="policy", context=collector, weights=weights)
         if collector.policy is not None:
-            scheme.channel.layout.matched(collector.policy)  # refuses weights of another policy
+            scheme.channel.layout.match(collector.policy)  # refuses weights of another policy
         torchrl.set_schemes(collector, {"policy": scheme})
         self._scheme = scheme
 

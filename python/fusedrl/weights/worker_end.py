@@ -63,7 +63,7 @@ def fitting_mode(
 def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the buffers that are not part of a state dict, by name."""
     places = module_places(module)
-    return {place.name: place.tensor.detach().clone() for place in places if not place.persistent}
+    return {place.name: place.tensor.detach().clone() for place in places if not place.saved}
 
 
 def materialise(
