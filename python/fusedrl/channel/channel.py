@@ -28,7 +28,7 @@ from fusedrl.channel.rendezvous import (
     ranks_of_shards,
     rendezvous_of,
 )
-from fusedrl.channel.tensors import Weight, facts, has_memory, part_of_rank, weights_in, weights_of
+from fusedrl.channel.tensors import Weight, facts, has_memory, weights_in, weights_of
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -264,13 +264,14 @@ class WeightChannel:
             return self.layout.match(model)
         walked = weights_in(model)
         now, (before, found) = facts(walked), self._known or ([], {})
-        if now == before and all(has_memory(part_of_rank(w.tensor)) for w in found.values()):
+        if now == before and all(has_memory(weight.tensor) for weight in found.values()):
             return found
         found = self.layout.match(model)
         # Names that the layout ties may be two tensors, whose values can differ at any time.
         tensors = {id(weight.tensor) for weight in walked if weight.saved}
         alone = tensors == {id(weight.tensor) for weight in found.values()}
-        self._known = (now, found) if alone else None
+        is_whole = not any(weight.sharded for weight in found.values())
+        self._known = (now, found) if alone and is_whole else None
         return found
 
     def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:

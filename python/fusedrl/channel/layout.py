@@ -151,7 +151,8 @@ class Layout:
         """Views of ``flat``, uint8 of at least ``nbytes`` bytes, one for each stored entry."""
         # Views that are made in inference mode cannot be used outside of it.
         with torch.inference_mode(False):
-            typed = {e.dtype: flat[: self.nbytes].view(e.dtype) for e in self.stored}
+            dtypes = {entry.dtype for entry in self.stored}
+            typed = {dtype: flat[: self.nbytes].view(dtype) for dtype in dtypes}
             return [
                 typed[e.dtype].narrow(0, e.offset // e.dtype.itemsize, prod(e.shape)).view(e.shape)
                 for e in self.stored

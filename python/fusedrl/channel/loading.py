@@ -85,13 +85,14 @@ class Target:
         _LENT.difference_update([storage for storage in list(_LENT) if storage() is None])
         lent = views if flat is None else [flat]
         _LENT.update(map(weakref.ref, {tensor.untyped_storage() for tensor in lent}))
+        dtypes = set() if flat is None else {view.dtype for view in views}
+        typed = {dtype: flat.view(dtype) for dtype in dtypes}
 
         def view_of(index: int) -> Tensor:
+            view = views[index]
             if flat is None:
-                return views[index]
-            view = torch.empty(0, dtype=views[index].dtype, device=flat.device)
-            place = views[index].storage_offset(), views[index].shape, views[index].stride()
-            return view.set_(flat.untyped_storage(), *place)
+                return view
+            return typed[view.dtype].as_strided(view.shape, view.stride(), view.storage_offset())
 
         before = [(param, param.data, param.requires_grad) for param, *_ in params]
         try:
