@@ -28,7 +28,7 @@ from fusedrl.channel.rendezvous import (
     ranks_of_shards,
     rendezvous_of,
 )
-from fusedrl.channel.tensors import Weight, facts, has_memory, weights_in, weights_of
+from fusedrl.channel.tensors import Weight, facts, has_memory, is_dtensor, weights_in, weights_of
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -270,7 +270,7 @@ class WeightChannel:
         # Names that the layout ties may be two tensors, whose values can differ at any time.
         tensors = {id(weight.tensor) for weight in walked if weight.saved}
         alone = tensors == {id(weight.tensor) for weight in found.values()}
-        is_whole = not any(weight.sharded for weight in found.values())
+        is_whole = not any(is_dtensor(weight.tensor) for weight in found.values())
         self._known = (now, found) if alone and is_whole else None
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
@@ -23,6 +23,7 @@ from fusedrl.channel.tensors import (
     converts,
     described,
     dtype_name,
+    is_dtensor,
     overwrite,
     read_as,
     same_values,
@@ -105,15 +106,22 @@ class Layout:
             start, tied_to = (end, None) if first is None else (first.offset, first.name)
             entry = Entry(name, tuple(weight.tensor.shape), kept, start, weight.kind, tied_to)
             entries[name] = entry
-            end = max(end, _round_up(start + entry.nbytes, _ALIGNMENT))
-        _check_names(entries)
+            end = max(end, start + entry.nbytes + -entry.nbytes % _ALIGNMENT)
+        nodes = {name[:i] for name in entries for i, c in enumerate(name) if c == "."}
+        wrong = [name for name in entries if name in nodes or not all(name.split("."))]
+        if wrong or not entries:
+            raise ValueError(
+                "weights: expected tensors, with names that can be nested by their dots, got "
+                f"{wrong[:1] or 'none'}; pass a model's weights under its own names"
+            )
         transient = (name for name, weight in found.items() if not weight.saved)
         return cls(tuple(entries.values()), merge_adapters, tuple(transient))
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of one version of the weights, a multiple of 4096."""
-        return _round_up(max(1, *(entry.offset + entry.nbytes for entry in self.entries)), _PAGE)
+        end = max(1, *(entry.offset + entry.nbytes for entry in self.entries))
+        return end + -end % _PAGE
 
     @cached_property
     def stored(self) -> tuple[Entry, ...]:
@@ -133,9 +141,7 @@ class Layout:
 
     def to_json(self) -> str:
         """The layout as text for another process."""
-        entries = [{**asdict(e), "dtype": dtype_name(e.dtype)} for e in self.entries]
-        fields = {"merged": self.merged, "transient": self.transient, "entries": entries}
-        return json.dumps(fields, separators=(",", ":"))
+        return json.dumps(asdict(self), separators=(",", ":"), default=dtype_name)
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
@@ -151,11 +157,9 @@ class Layout:
         """Views of ``flat``, uint8 of at least ``nbytes`` bytes, one for each stored entry."""
         # Views that are made in inference mode cannot be used outside of it.
         with torch.inference_mode(False):
-            dtypes = {entry.dtype for entry in self.stored}
-            typed = {dtype: flat[: self.nbytes].view(dtype) for dtype in dtypes}
+            bytes_of = [flat.narrow(0, entry.offset, entry.nbytes) for entry in self.stored]
             return [
-                typed[e.dtype].narrow(0, e.offset // e.dtype.itemsize, prod(e.shape)).view(e.shape)
-                for e in self.stored
+                b.view(e.dtype).view(e.shape) for b, e in zip(bytes_of, self.stored, strict=True)
             ]
 
     def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
@@ -182,10 +186,9 @@ class Layout:
         found = weights_of(weights, self.merged and has_adapters(weights))  # else merged already
         off, on = read_as(found, {*self.view_of, *self.transient})
         named = {on + name.removeprefix(off): weight for name, weight in found.items()}
-        required = self.stored
+        required = self.stored if off or on or not partial else ()
         if partial:  # if no entry is known to be a parameter, each of them may be one
-            parameters = [entry for entry in required if entry.kind == "parameter"]
-            required = (parameters or required) if off or on else ()
+            required = [e for e in required if e.kind == "parameter"] or required
         copies, differences = self.compared(named, "weights", required)
         differences = differences or [
             f"{other.name}: expected the values of {first.name}, since the layout ties them, got "
@@ -196,49 +199,36 @@ class Layout:
             if first.identity() != other.identity()
             and not same_values(first.value(), other.value(), entry.dtype)
         ]
-        whose, remedy = "channel", "publish those of the model that it was created from"
-        if partial:
-            whose, remedy = "policy", "give them the policy's names and shapes"
+        remedy = "pass those of the model that it is of"
         if off or on:
             remedy += f"; names are read with {on!r} before them in place of {off!r}"
-        refuse_differences("weights", differences, remedy, whose)
+        refuse_differences("weights", differences, remedy)
         return {name: same[0] for name, same in copies.items() if same}
 
     def compared(
         self, named: Mapping[str, Weight], argument: str, required: Iterable[Entry]
     ) -> tuple[dict[str, list[Weight]], list[str]]:
-        """The weights of each stored entry, and what differs in names, shapes or kinds of dtype.
-
-        ``required`` are the entries that may not be missing. A tensor that is no plain one is a
-        ``TypeError``.
-        """
+        """The weights of each stored entry, and how they differ; only ``required`` may not lack."""
         copies: dict[str, list[Weight]] = {entry.name: [] for entry in self.stored}
-        differences = []
+        wrong = []  # what was expected, and what is there instead
         for entry in self.entries:
             if (weight := named.get(entry.name)) is not None:
                 got = weight.tensor
                 check_supported(weight.name, got, argument)
                 copies[entry.tied_to or entry.name].append(weight)
                 if tuple(got.shape) != entry.shape or not converts(got.dtype, entry.dtype):
-                    differences.append(
-                        f"{entry.name}: expected {described(entry)}, got {described(got)}"
-                    )
+                    wrong.append((entry.name, described(entry), described(got)))
         # A tied name may be missing, because one of them gives the value of all.
-        differences += [
-            f"{entry.name}: expected {described(entry)}, got no such entry"
-            for entry in required
-            if not copies[entry.name]
-        ]
+        missing = [entry for entry in required if not copies[entry.name]]
+        wrong += [(entry.name, described(entry), "no such entry") for entry in missing]
         known = {*self.view_of, *self.transient}
         more = [w for name, w in named.items() if w.saved and name not in known]
-        if more:  # a further name of a tensor that is stored is no difference
-            stored = {weight.identity() for same in copies.values() for weight in same}
-            for weight in more:
-                check_supported(weight.name, weight.tensor, argument)
-                if weight.identity() not in stored:
-                    got = described(weight.tensor)
-                    differences.append(f"{weight.name}: expected no such entry, got {got}")
-        return copies, differences
+        stored = {w.identity() for same in copies.values() for w in same} if more else set()
+        for weight in more:
+            check_supported(weight.name, weight.tensor, argument)
+            if weight.identity() not in stored:  # else it is a further name of one that is stored
+                wrong.append((weight.name, "no such entry", described(weight.tensor)))
+        return copies, [f"{name}: expected {wanted}, got {got}" for name, wanted, got in wrong]
 
     @torch.no_grad()
     def write(self, found: Mapping[str, Weight], views: Sequence[Tensor] | None) -> None:
@@ -249,7 +239,7 @@ class Layout:
         plain, computed = [], []
         slot = [None] * len(self.stored) if views is None else views
         for entry, weight, view in zip(self.stored, found.values(), slot, strict=True):
-            if weight.sharded or weight.layer is not None:
+            if is_dtensor(weight.tensor) or weight.layer is not None:
                 computed.append((entry, weight, view))
             elif view is not None:
                 plain.append((view, weight.tensor))
@@ -257,17 +247,15 @@ class Layout:
         for entry, weight, view in computed:
             if view is not None:
                 view.copy_(weight.value(entry.dtype))
-            elif weight.sharded:
+            elif is_dtensor(weight.tensor):
                 weight.value(entry.dtype)
 
 
-def refuse_differences(
-    argument: str, differences: Sequence[str], remedy: str, whose: str = "channel"
-) -> None:
+def refuse_differences(argument: str, differences: Sequence[str], remedy: str) -> None:
     """Raise one ``ValueError`` that counts the ``differences`` and lists the first ten of them."""
     if differences:
         raise ValueError(
-            f"{argument}: {len(differences)} differences from the {whose}'s layout; {remedy}"
+            f"{argument}: {len(differences)} differences from the expected layout; {remedy}"
             + listed(differences)
         )
 
@@ -276,20 +264,3 @@ def listed(differences: Sequence[str]) -> str:
     """The first ten differences, a line each, and how many more there are."""
     more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
     return "".join(f"\n  {line}" for line in [*differences[:_SHOWN], *more])
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _check_names(names: Collection[str]) -> None:
-    """Raise ``ValueError`` unless there are names, which can be nested by their dots."""
-    nodes = {name[:i] for name in names for i, c in enumerate(name) if c == "."}
-    problems = ["expected tensors, got none"] if not names else []
-    for name in names:
-        if not all(name.split(".")):
-            problems.append(f"{name!r}: expected a name between its dots, got an empty one")
-        if name in nodes:
-            problems.append(f"{name}: expected a tensor or entries below it, got both")
-    if problems:
-        raise ValueError(f"weights: {problems[0]}; pass a model's weights under its own names")

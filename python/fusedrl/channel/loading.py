@@ -13,7 +13,6 @@ from fusedrl.channel.layout import Layout, refuse_differences
 from fusedrl.channel.tensors import (
     Weight,
     check_supported,
-    copy,
     described,
     facts,
     has_memory,
@@ -21,6 +20,7 @@ from fusedrl.channel.tensors import (
     same_values,
     weights_in,
 )
+from fusedrl.compat.torch import copy_all
 
 # Storages that `alias` gave to modules, which nothing may write to. A WeakSet would run Python code
 # when one is freed, in which an interrupt would be lost.
@@ -60,6 +60,7 @@ class Target:
         self.layout = layout
         self._plan()
 
+    @torch.no_grad()
     def alias(self, views: Sequence[Tensor], flat: Tensor | None = None) -> None:
         """Make ``views`` the memory of the parameters, which then require no gradients.
 
@@ -85,8 +86,7 @@ class Target:
         _LENT.difference_update([storage for storage in list(_LENT) if storage() is None])
         lent = views if flat is None else [flat]
         _LENT.update(map(weakref.ref, {tensor.untyped_storage() for tensor in lent}))
-        dtypes = set() if flat is None else {view.dtype for view in views}
-        typed = {dtype: flat.view(dtype) for dtype in dtypes}
+        typed = {} if flat is None else {d: flat.view(d) for d in {view.dtype for view in views}}
 
         def view_of(index: int) -> Tensor:
             view = views[index]
@@ -96,7 +96,9 @@ class Target:
 
         before = [(param, param.data, param.requires_grad) for param, *_ in params]
         try:
-            copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
+            copy_all(
+                [tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers]
+            )
             for param, index, _ in params:
                 param.data = view_of(index)
                 if param.requires_grad:
@@ -107,6 +109,7 @@ class Target:
                 param.requires_grad_(requires_grad)
             raise
 
+    @torch.no_grad()
     def copy(self, views: Sequence[Tensor]) -> None:
         """Copy ``views`` into the parameters and buffers, which keep memory, dtype and device.
 
@@ -125,7 +128,7 @@ class Target:
         with torch.inference_mode(False):  # tensors allocated in that mode could not be trained
             for param in filter(_is_lent, self.parameters):
                 param.data = torch.empty_like(param)
-        copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
+        copy_all([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fusedrl.channel.checks import MAX_VERSION, count
-from fusedrl.channel.tensors import Weight
+from fusedrl.channel.tensors import Weight, is_dtensor
 from fusedrl.compat.torch import store_of_ranks
 
 PAUSE_S = 0.002  # between two looks at the store
@@ -180,7 +180,7 @@ def publish_together(
         version = _next_version(rendezvous.agree(patience, "publish", state))
         places = find()
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
-            shards = sum(weight.sharded for weight in places.values())
+            shards = sum(is_dtensor(weight.tensor) for weight in places.values())
             shards = rendezvous.agree(patience + limit, "gather", shards)
             expected = "weights: expected the same number of sharded tensors"
             _refuse_others(expected, shards, "publish the same model on every rank")
@@ -192,7 +192,8 @@ def publish_together(
 
 def ranks_of_shards(weights: Iterable[Weight]) -> tuple[int, ...]:
     """The ranks that share any of the tensors, and have to gather them; none for whole tensors."""
-    meshes = [weight.tensor.device_mesh.mesh for weight in weights if weight.sharded]
+    sharded: list[Any] = [w.tensor for w in weights if is_dtensor(w.tensor)]
+    meshes = [tensor.device_mesh.mesh for tensor in sharded]
     return tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
 
 

@@ -53,10 +53,7 @@ def described(tensor: Any) -> str:
 
 
 def castable(dtype: torch.dtype) -> bool:
-    """Whether a dtype is a float of at least 16 bits, whose values can be cast to another one.
-
-    Smaller floats are meaningless without their scales.
-    """
+    """Whether a dtype is a float that has a meaning without scales: one of 16 bits or more."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
@@ -125,34 +122,20 @@ def same_values(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
     Reads both, and on a GPU waits for the current stream. The devices may differ.
     """
-    a, b = a.to(dtype), b.to(a.device, dtype)
-    if all(map(torch.equal, _words(a), _words(b))):
+    a, b = (t.to(a.device, dtype).resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    a, b = a.reshape(-1), b.reshape(-1)
+    # Words compare much faster than halves, and bytes of every dtype do.
+    word = torch.uint8 if (a.nbytes | a.data_ptr() | b.data_ptr()) % 8 else torch.int64
+    if torch.equal(a.view(word), b.view(word)):
         return True
     return castable(dtype) and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits as 64-bit words, which compare much faster than halves, and the bytes left over."""
-    packed = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if packed.storage_offset() % 8:
-        packed = packed.clone()
-    end = len(packed) // 8 * 8
-    return packed[:end].view(torch.int64), packed[end:]
-
-
-@torch.no_grad()
-def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy any number of tensors in one fused operation."""
-    if targets:
-        copy_all(targets, sources)
-
-
 def overwrite(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """As :func:`copy`, into memory that autograd does not track.
+    """Copy any number of tensors into memory that autograd does not track.
 
     All CPU tensors that keep their dtype, or go from float32 to bfloat16, are copied in one
-    operation. An operator for each tensor would wait for all its threads each time, which costs
-    more than the copy itself where other processes use the cores.
+    operation. One for each would wait for all its threads each time, while others use the cores.
     """
     pieces, rest = [], []
     for target, source in zip(targets, sources, strict=True):
@@ -168,7 +151,7 @@ def overwrite(targets: list[Tensor], sources: list[Tensor]) -> None:
             pieces.append((target.data_ptr(), source.data_ptr(), *size, cast))
         else:
             rest.append((target, source))
-    copy([target for target, _ in rest], [source for _, source in rest])
+    copy_all([target for target, _ in rest], [source for _, source in rest])
     _host.copy_pieces(pieces, torch.get_num_threads())
 
 
@@ -190,17 +173,10 @@ class Weight:
 
     def identity(self) -> tuple[Any, ...]:
         """Equal for two weights that always have the same values, as they are one tensor."""
-        if self.tensor.numel() == 0:
-            return (self.name,)
-        part, whole = part_of_rank(self.tensor), self.tensor
+        whole, part = self.tensor, part_of_rank(self.tensor)
         memory = storage_of(part), part.storage_offset(), whole.shape, whole.stride(), whole.dtype
         # Merging an adapter into a base weight changes it, but not the weight that it is tied to.
         return *memory, id(self.layer)
-
-    @property
-    def sharded(self) -> bool:
-        """Whether several ranks have parts of the tensor."""
-        return is_dtensor(self.tensor)
 
     @torch.no_grad()
     def value(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -240,22 +216,12 @@ class _Merged:
         return self._values.pop(inner)
 
 
-def is_module(source: Any) -> bool:
-    """Whether weights are a module and no tensordict; ``TensorDictParams`` are both."""
-    return isinstance(source, nn.Module) and not isinstance(source, TensorDictBase)
-
-
 def weights_of(source: Any, merge: bool = False) -> dict[str, Weight]:
     """The weights of a module, tensordict or dict, by name; nothing is computed or gathered yet.
 
     Nested names are joined by dots, and those of torch's wrappers are left out. Buffers that are
-    not saved are there too, as a tensordict of a module has them and does not tell them apart. What
-    is no tensor is refused by :func:`check_supported` alone.
-
-    Args:
-        source: the model, or its tensors.
-        merge: whether a peft model has the weights of its base model, with the active adapters
-            merged in; the model itself does not change. Otherwise it has those of its state dict.
+    not saved are there too, and what is no tensor. With ``merge``, a peft model has the weights of
+    its base model, with the active adapters merged in, and does not change itself.
 
     Raises:
         TypeError: a source of another type, or a module whose state dict has more than parameters
@@ -267,11 +233,11 @@ def weights_of(source: Any, merge: bool = False) -> dict[str, Weight]:
             f"merge_adapters: expected a peft model, got {type(source).__name__} without adapters; "
             "pass the model, or leave merge_adapters out"
         )
-    if is_module(source):
-        found: Iterable[Weight] = weights_in(source, merge)
+    if isinstance(source, (TensorDictBase, Mapping)):  # TensorDictParams are a module too
+        found = list(_entries_of(source, ""))
+    elif isinstance(source, nn.Module):
+        found = weights_in(source, merge)
         refuse_other_state(source)
-    elif isinstance(source, (TensorDictBase, Mapping)):
-        found = _entries_of(source, "")
     else:
         raise TypeError(
             "weights: expected a module, a tensordict or a dict of tensors, got "
@@ -292,11 +258,6 @@ _WRAPPERS = (COMPILED_CHILD, CHECKPOINTED_CHILD)
 
 def _entries_of(source: Any, prefix: str) -> Iterator[Weight]:
     for key, value in source.items():
-        if not isinstance(key, str):
-            raise TypeError(
-                f"weights: {prefix}{key!r}: expected names that are strings, got "
-                f"{type(key).__name__}; rename the entry"
-            )
         if isinstance(value, (TensorDictBase, Mapping)):
             yield from _entries_of(value, f"{prefix}{key}.")
         else:
@@ -304,16 +265,11 @@ def _entries_of(source: Any, prefix: str) -> Iterator[Weight]:
             yield Weight(name, value, "parameter" if isinstance(value, nn.Parameter) else "buffer")
 
 
-def weights_in(module: nn.Module, merge: bool = False) -> list[Weight]:
+def weights_in(
+    module: Any, merge: bool = False, prefix: str = "", layer: _Merged | None = None
+) -> list[Weight]:
     """The weights in a module, unchecked, as :func:`weights_of` names and merges them."""
-    found: list[Weight] = []
-    _walk(module, "", merge, None, found)
-    return found
-
-
-def _walk(
-    module: Any, prefix: str, merge: bool, layer: _Merged | None, found: list[Weight]
-) -> None:
+    found = []
     if merge:
         module, adapted = adapters.merged_part(prefix.removesuffix("."), module)
         if adapted is not None and layer is None:  # an outer layer merges those inside of it, too
@@ -340,7 +296,8 @@ def _walk(
     for key, child in children_of(module).items():
         if child is not None:
             inside = prefix if is_parallel or key in _WRAPPERS else f"{prefix}{key}."
-            _walk(child, inside, merge, layer, found)
+            found += weights_in(child, merge, inside, layer)
+    return found
 
 
 @cache
@@ -368,15 +325,14 @@ def refuse_other_state(module: nn.Module) -> None:
         state = module.state_dict()
     except TypeError:  # one of the module's own, or of a child's, that takes other arguments
         return
-    weights = {weight.name: weight for weight in weights_in(module)}
-    others = {name: value for name, value in state.items() if name not in weights}
-    known = set()  # storages
-    if others:  # a wrapper, or a state_dict() of the module's own, may change names and split
-        for weight in weights.values():
-            if weight.saved:
-                check_supported(weight.name, weight.tensor)
-            if weight.tensor.layout is torch.strided:
-                known.add(storage_of(part_of_rank(weight.tensor)))
+    weights = weights_in(module)
+    names, known = {weight.name for weight in weights}, set()
+    others = {name: value for name, value in state.items() if name not in names}
+    for weight in weights if others else ():  # whose tensors may be split, or have other names
+        if weight.saved:
+            check_supported(weight.name, weight.tensor)
+        if weight.tensor.layout is torch.strided:
+            known.add(storage_of(part_of_rank(weight.tensor)))
     for name, value in others.items():
         if isinstance(value, Tensor):
             check_supported(name, value)
