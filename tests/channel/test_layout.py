@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
+from fusedrl.channel import WeightChannel
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.tensors import DTYPES, overwrite
 
@@ -184,7 +185,7 @@ def test_names_that_cannot_be_nested_are_refused(weights, message):
 def test_a_dtype_that_values_cannot_be_cast_to_is_refused():
     for dtype in (torch.int32, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match="dtype: expected a float of 16 bits or more"):
-            Layout.of(Tied(), dtype=dtype)
+            WeightChannel.create(Tied(), dtype=dtype)
 
 
 def test_json_makes_an_equal_layout():

@@ -1,7 +1,4 @@
-"""Which modules peft has adapted, and the weights of the base model with adapters merged in.
-
-peft is never imported: a model that has adapters has imported it.
-"""
+"""Which modules are peft's, and merging them; a model that has some has imported peft."""
 
 from __future__ import annotations
 
@@ -39,11 +36,7 @@ def _adapts(kind: type[nn.Module]) -> bool:
 
 
 def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
-    """The base module that ``module`` stands for, and the layer to merge into it, if any.
-
-    Raises:
-        TypeError: the adapters do not change weights, as those of prompt learning do not.
-    """
+    """The base module that ``module`` stands for, and the layer to merge into it, if any."""
     layer = None
     while _adapts(type(module)):
         if isinstance(module, loaded("peft.peft_model", "PeftModel")):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedrl import _host
+from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.handle import WeightHandle
@@ -28,7 +29,15 @@ from fusedrl.channel.rendezvous import (
     ranks_of_shards,
     rendezvous_of,
 )
-from fusedrl.channel.tensors import Weight, facts, has_memory, is_dtensor, weights_in, weights_of
+from fusedrl.channel.tensors import (
+    Weight,
+    castable,
+    facts,
+    has_memory,
+    is_dtensor,
+    weights_in,
+    weights_of,
+)
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -166,6 +175,16 @@ class WeightChannel:
                 raise TypeError(
                     f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None "
                     "keeps the dtypes of the weights"
+                )
+            if dtype is not None and not castable(dtype):
+                raise ValueError(
+                    f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
+                    "scales: publish the quantised tensors as they are"
+                )
+            if merge_adapters and not has_adapters(weights):
+                raise ValueError(
+                    f"merge_adapters: expected a peft model, got {type(weights).__name__} without "
+                    "adapters; pass the model, or leave merge_adapters out"
                 )
             count("max_readers", max_readers, 1, 4096)
             timeout = seconds("timeout", timeout)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.tensors import (
     DTYPES,
     Weight,
@@ -54,9 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes, dtypes and offsets of weights in flat memory.
-
-    Two names of one tensor are stored once and stay tied.
+    """Names, shapes, dtypes and offsets of weights in flat memory; tied names share one offset.
 
     Example:
         >>> import torch
@@ -78,21 +76,13 @@ class Layout:
 
         Raises:
             TypeError: weights of another type, or an entry that is no plain tensor.
-            ValueError: no entries; names that cannot be nested; ``dtype`` that is no float of at
-                least 16 bits, or weights with smaller floats, which cannot be cast.
+            ValueError: no entries; names that cannot be nested; floats that cannot be cast.
         """
-        if dtype is not None and not castable(dtype):
-            raise ValueError(
-                f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
-                "scales: publish the quantised tensors as they are"
-            )
         found = weights_of(weights, merge_adapters)
         entries: dict[str, Entry] = {}
         first_of: dict[tuple[Any, ...], str] = {}
         end = 0
-        for name, weight in found.items():
-            if not weight.saved:
-                continue
+        for name, weight in filter(lambda item: item[1].saved, found.items()):
             check_supported(name, weight.tensor)
             kept = weight.tensor.dtype
             if dtype is not None and kept.is_floating_point:
@@ -157,9 +147,8 @@ class Layout:
         """Views of ``flat``, uint8 of at least ``nbytes`` bytes, one for each stored entry."""
         # Views that are made in inference mode cannot be used outside of it.
         with torch.inference_mode(False):
-            bytes_of = [flat.narrow(0, entry.offset, entry.nbytes) for entry in self.stored]
             return [
-                b.view(e.dtype).view(e.shape) for b, e in zip(bytes_of, self.stored, strict=True)
+                flat.narrow(0, e.offset, e.nbytes).view(e.dtype).view(e.shape) for e in self.stored
             ]
 
     def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
@@ -170,20 +159,15 @@ class Layout:
     def match(self, weights: Any, partial: bool = False) -> dict[str, Weight]:
         """The weights that :meth:`write` copies into the views, by the names of stored entries.
 
-        They have this layout's names, shapes and kinds of dtype; all names may have, or lack, the
-        path of a module around the model. One of several tied names is enough; those that are
-        separate tensors are read, and have to be equal.
-
-        Args:
-            weights: what :func:`weights_of` takes.
-            partial: whether entries may be missing; only buffers if the names have, or lack, a
-                path, as a part of such weights might mean another part of the model.
+        All names may have, or lack, the path of a module around the model. One of several tied
+        names is enough; those that are separate tensors are read, and have to be equal. ``partial``
+        weights may lack entries; only buffers if they have another path, as a part of such weights
+        might mean another part of the model.
 
         Raises:
-            TypeError: an entry that is no plain tensor.
-            ValueError: the weights differ; the message lists the differences.
+            TypeError, ValueError: no plain tensor; differences, which the message lists.
         """
-        found = weights_of(weights, self.merged and has_adapters(weights))  # else merged already
+        found = weights_of(weights, self.merged)
         off, on = read_as(found, {*self.view_of, *self.transient})
         named = {on + name.removeprefix(off): weight for name, weight in found.items()}
         required = self.stored if off or on or not partial else ()
@@ -194,15 +178,11 @@ class Layout:
             f"{other.name}: expected the values of {first.name}, since the layout ties them, got "
             "others"
             for entry in self.stored
-            for first in copies[entry.name][:1]
-            for other in copies[entry.name][1:]
+            for first, other in pairwise(copies[entry.name])
             if first.identity() != other.identity()
             and not same_values(first.value(), other.value(), entry.dtype)
         ]
-        remedy = "pass those of the model that it is of"
-        if off or on:
-            remedy += f"; names are read with {on!r} before them in place of {off!r}"
-        refuse_differences("weights", differences, remedy)
+        refuse_differences("weights", differences, "pass those of the model that it was made of")
         return {name: same[0] for name, same in copies.items() if same}
 
     def compared(

@@ -96,10 +96,7 @@ def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the storage of a dense tensor has room for all of its elements.
-
-    Offloading frees or shrinks storages, and operators read beyond their end without a check.
-    """
+    """Whether a storage has room for its tensor: operators read beyond its end without a check."""
     if tensor.is_contiguous():
         end = tensor.nbytes
     else:
@@ -118,10 +115,7 @@ def part_of_rank(tensor: Any) -> Tensor:
 
 @torch.no_grad()
 def same_values(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors of one shape have the same values in ``dtype``; any NaN equals any other.
-
-    Reads both, and on a GPU waits for the current stream. The devices may differ.
-    """
+    """Whether tensors of one shape have the same values in ``dtype``; any NaN equals any other."""
     a, b = (t.to(a.device, dtype).resolve_conj().resolve_neg().contiguous() for t in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)
     # Words compare much faster than halves, and bytes of every dtype do.
@@ -175,20 +169,18 @@ class Weight:
         """Equal for two weights that always have the same values, as they are one tensor."""
         whole, part = self.tensor, part_of_rank(self.tensor)
         memory = storage_of(part), part.storage_offset(), whole.shape, whole.stride(), whole.dtype
-        # Merging an adapter into a base weight changes it, but not the weight that it is tied to.
-        return *memory, id(self.layer)
+        return *memory, id(self.layer)  # merging changes a weight, but not one that is tied to it
 
     @torch.no_grad()
     def value(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor to read, which ``dtype`` may cast; for sharded weights a collective call."""
         tensor: Any = self.tensor if self.layer is None else self.layer.value(self.name)
-        tensor = tensor.detach()
         if not is_dtensor(tensor):
-            return tensor
+            return tensor.detach()
         # Shards are cast before they travel.
         if dtype is not None and not any(placed.is_partial() for placed in tensor.placements):
             tensor = tensor.to(dtype)
-        return tensor.full_tensor()
+        return tensor.detach().full_tensor()
 
 
 class _Merged:
@@ -224,15 +216,9 @@ def weights_of(source: Any, merge: bool = False) -> dict[str, Weight]:
     its base model, with the active adapters merged in, and does not change itself.
 
     Raises:
-        TypeError: a source of another type, or a module whose state dict has more than parameters
-            and buffers.
-        ValueError: two entries have one name, or there are no adapters to merge.
+        TypeError: another source, or a module with :func:`other state <refuse_other_state>`.
+        ValueError: two entries have one name.
     """
-    if merge and not adapters.has_adapters(source):
-        raise ValueError(
-            f"merge_adapters: expected a peft model, got {type(source).__name__} without adapters; "
-            "pass the model, or leave merge_adapters out"
-        )
     if isinstance(source, (TensorDictBase, Mapping)):  # TensorDictParams are a module too
         found = list(_entries_of(source, ""))
     elif isinstance(source, nn.Module):
@@ -318,8 +304,7 @@ def facts(weights: Iterable[Weight]) -> list[tuple[Any, ...]]:
 def refuse_other_state(module: nn.Module) -> None:
     """Raise ``TypeError`` if the state dict of a module has what is no parameter or buffer.
 
-    Quantised layers, hooks and ``get_extra_state`` put it there. Without it, whoever loads the
-    parameters and buffers would go on with its own, or with none.
+    Quantised layers, hooks and ``get_extra_state`` put it there, and nobody would load it.
     """
     try:
         state = module.state_dict()
