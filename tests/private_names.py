@@ -23,7 +23,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "torch._ops:OpOverload": "_tags _schema",
         "torch.ops:aten": "_assert_async",
         "torch.nested._internal.nested_tensor:NestedTensor": "_ragged_idx _lengths _values",
-        "torch:Tensor": "_nested_tensor_size _version",
+        "torch:Tensor": "_nested_tensor_size",
         "torch": "_nested_view_from_buffer _foreach_copy_",
         "torch.nn:Module": (
             "_modules _parameters _buffers _non_persistent_buffers_set _compiled_call_impl "

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fusedrl import ChannelWeightSyncScheme, WeightChannel
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import Place
+from fusedrl.channel.tensors import Weight
 from fusedrl.vllm import EngineWeights
 
 PATIENCE = 60.0  # seconds for ranks on busy cores
@@ -157,20 +157,20 @@ def layouts() -> list[Any]:
 @contextmanager
 def at_tensor(number: int, action: Any) -> Any:
     """Act before the tensor of this number is gathered."""
-    gather, count = Place.value, 0
+    gather, count = Weight.value, 0
 
-    def value(self: Place, *args: Any) -> Any:
+    def value(self: Weight, *args: Any) -> Any:
         nonlocal count
         count += 1
         if count == number:
             action()
         return gather(self, *args)
 
-    Place.value = value
+    Weight.value = value
     try:
         yield
     finally:
-        Place.value = gather
+        Weight.value = gather
 
 
 def interrupted(rank: int) -> list[Any]:

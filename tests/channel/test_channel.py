@@ -16,7 +16,6 @@ import programs
 import pytest
 import torch
 from channel_workers import publish
-from tensordict import TensorDict
 from torch import nn
 
 from fusedrl import _host
@@ -286,29 +285,6 @@ def test_publishing_finds_what_a_module_has_by_now():
         model[0].extra = nn.Parameter(torch.zeros(1))
         with pytest.raises(ValueError, match=r"0\.extra"):
             channel.publish()
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-@pytest.mark.parametrize("given", [None, TensorDict.from_module])
-def test_a_change_of_a_buffer_that_is_not_saved_is_told_once(caplog, replaced, given):
-    model = nn.Linear(1, 1)
-    model.register_buffer("scale", torch.ones(1), persistent=False)
-    with WeightChannel.create(model) as channel:
-        channel.publish(given and given(model))
-        model.to(torch.bfloat16).to(torch.float32)
-        channel.publish(given and given(model))
-        model.scale.mul_(1)
-        channel.publish(given and given(model))
-        model.register_buffer("scale", torch.ones(1), persistent=False)
-        channel.publish(given and given(model))
-        assert not caplog.text
-        if replaced:
-            model.scale = torch.zeros(1)
-        else:
-            model.scale.mul_(2)
-        for _ in range(2):
-            channel.publish(given and given(model))
-        assert caplog.text.count("weights: scale: expected a buffer of persistent=False") == 1
 
 
 @pytest.mark.parametrize(

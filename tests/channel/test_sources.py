@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from fusedrl import VanillaLocalWeightUpdater
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target
-from fusedrl.channel.sources import places_of
+from fusedrl.channel.tensors import weights_of
 
 from .test_layout import values_of
 
@@ -24,8 +24,8 @@ peft = pytest.importorskip("peft")
 
 
 def values(weights: Any, merge_adapters: bool = False) -> dict[str, torch.Tensor]:
-    places = places_of(weights, merge_adapters)
-    return {name: place.value() for name, place in places.items() if place.persistent}
+    found = weights_of(weights, merge_adapters)
+    return {name: weight.value() for name, weight in found.items() if weight.saved}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -99,9 +99,9 @@ def test_fully_sharded_weights_are_made_whole(group):
     assert equal(values(model), expected)
     assert all(type(s) is torch.Tensor for s in values_of(layout, model))
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    layout.write(layout.matched(model), views)
+    layout.write(layout.match(model), views)
     assert all(torch.equal(views[i], expected[name]) for name, i in layout.view_of.items())
-    layout.write(layout.matched(model), None)
+    layout.write(layout.match(model), None)
     sharded = list(model.parameters())
     with torch.no_grad():
         model(torch.ones(1, 3))
@@ -214,7 +214,7 @@ def test_state_beside_parameters_and_buffers_is_refused(part, name):
             use(model)
     plain = Layout.of(nn.Sequential(nn.Linear(1, 1)))
     with pytest.raises(TypeError, match=f"weights: {name}"):
-        plain.matched(model)
+        plain.match(model)
 
 
 LORA = {
@@ -248,7 +248,7 @@ def test_merged_weights_are_those_of_merge_and_unload_and_change_nothing(kind, d
     layout = Layout.of(model, merge_adapters=True)
     assert equal(dict(zip(merged, values_of(layout, model), strict=True)), merged)
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
-    layout.write(layout.matched(model), views)
+    layout.write(layout.match(model), views)
     assert equal(dict(zip(merged, views, strict=True)), merged)
 
 

@@ -85,7 +85,7 @@ def loaded(config):
 def update(engine, config, model):
     layout = Layout.of(model)
     views = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8))
-    layout.write(layout.matched(model), views)
+    layout.write(layout.match(model), views)
     with set_current_vllm_config(config):
         ModelWeights(engine, config, layout).load(views)
 

@@ -239,7 +239,7 @@ def test_what_a_channel_cannot_do_is_refused():
     with collecting(Collector, ChannelWeightSyncScheme(), make_policy()) as (collector, _):
         with pytest.raises(ValueError, match="worker_ids: expected None or all"):
             collector.update_policy_weights_(make_policy(), worker_ids=[1])
-        with pytest.raises(ValueError, match="differences from the channel's layout"):
+        with pytest.raises(ValueError, match="differences from the expected layout"):
             collector.update_policy_weights_({"other": torch.ones(1)})
         scheme = collector._weight_sync_schemes["policy"]
         assert scheme.version == 1

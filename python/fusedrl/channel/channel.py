@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import time
@@ -13,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from fusedrl import _host
+from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.layout import Layout
@@ -26,19 +25,18 @@ from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
     publish_together,
+    ranks_of_shards,
     rendezvous_of,
 )
-from fusedrl.channel.sources import (
-    ModuleSnapshot,
-    Place,
-    module_places,
-    places_of,
-    ranks_of_shards,
+from fusedrl.channel.tensors import (
+    Weight,
+    castable,
+    facts,
+    has_memory,
+    is_dtensor,
+    weights_in,
+    weights_of,
 )
-from fusedrl.channel.tensors import same_values
-from fusedrl.compat.torch import times_written
-
-logger = logging.getLogger("fusedrl")
 
 # Seconds within which the death of a reader is noticed.
 SLICE_S = 0.02
@@ -114,10 +112,7 @@ class WeightChannel:
         self._session = session
         self._timeout = timeout
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
-        self._known: tuple[ModuleSnapshot, list[Place]] | None = None  # what the template has
-        places = module_places(template) if layout.transient else ()
-        unsaved = [place for place in places if not place.persistent]
-        self._unsaved = [(p, times_written(p.tensor), p.tensor.detach().clone()) for p in unsaved]
+        self._known: tuple[list[Any], dict[str, Weight]] | None = None  # what the template has
         self._closed = False
         if slots is not None:
             self._memory, self._end = slots
@@ -171,7 +166,7 @@ class WeightChannel:
             TimeoutError: other ranks of a sharded model do not call this; the message names them.
             RuntimeError: the kernel refuses the memory; the message says how much was wanted.
         """
-        ranks = ranks_of_shards(places_of(weights).values())
+        ranks = ranks_of_shards(weights_of(weights).values())
         rendezvous = rendezvous_of(ranks) if len(ranks) > 1 else None
         with nullcontext() if rendezvous is None else rendezvous.collective():
             count("slots", slots, 2, 64)
@@ -180,12 +175,22 @@ class WeightChannel:
                     f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None "
                     "keeps the dtypes of the weights"
                 )
+            if dtype is not None and not castable(dtype):
+                raise ValueError(
+                    f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
+                    "scales: publish the quantised tensors as they are"
+                )
+            if merge_adapters and not has_adapters(weights):
+                raise ValueError(
+                    f"merge_adapters: expected a peft model, got {type(weights).__name__} without "
+                    "adapters; pass the model, or leave merge_adapters out"
+                )
             count("max_readers", max_readers, 1, 4096)
             timeout = seconds("timeout", timeout)
             rank_timeout = seconds("rank_timeout", rank_timeout)
             layout = Layout.of(weights, dtype=dtype, merge_adapters=merge_adapters)
-            places = layout.matched(weights)
-            where = torch.device(device or ("cpu" if ranks else places[0].tensor.device))
+            first, *_ = layout.match(weights).values()
+            where = torch.device(device or ("cpu" if ranks else first.tensor.device))
             if holds is None:
                 holds = not ranks or dist.get_rank() == ranks[0]
             session = secrets.token_hex(16)
@@ -261,56 +266,31 @@ class WeightChannel:
         values = self._rendezvous.agree(patience, "update", value).values()
         return next((each for each in (value, *values) if each is not None), None)
 
-    def places_to_publish(self, weights: Any) -> list[Place]:
-        """As :meth:`Layout.matched`, of what nothing in this process follows."""
+    def places_to_publish(self, weights: Any) -> dict[str, Weight]:
+        """As :meth:`Layout.match`, of what nothing in this process follows."""
         is_template = weights is self.template
-        if is_template and self._known is not None and self._known[0].is_current():
-            places = self._known[1]
-        else:
-            places = self.layout.matched(weights)
-            if is_template and self._can_keep(weights, places):
-                self._known = ModuleSnapshot(weights, places), places
-        refuse_followed(self._session, places)
-        self._warn_of_unsaved()
+        places = self._match_again() if is_template else self.layout.match(weights)
+        refuse_followed(self._session, places.values())
         if is_template:
             PUBLISHERS[self._session] = self
         return places
 
-    def _warn_of_unsaved(self) -> None:
-        """Warn once of a buffer that no version has, and whose values change in the trainer."""
-        for index, (place, written, old) in enumerate(self._unsaved):
-            assert place.home is not None
-            current: Any = place.home.get(place.key)
-            if current is place.tensor and times_written(current) == written:
-                continue
-            try:
-                equal = old.shape == current.shape and same_values(old, current, current.dtype)
-            except (AttributeError, RuntimeError):  # one of them has no values
-                equal = False
-            if equal:  # moved, or written again
-                place.tensor = current
-                self._unsaved[index] = place, times_written(current), old
-                continue
-            logger.warning(
-                "weights: %s: expected a buffer of persistent=False to keep its values, got others "
-                "that no reader gets unless it computes them; register it with persistent=True",
-                place.name,
-            )
-            self._unsaved = []
-            return
-
-    def _can_keep(self, weights: Any, places: list[Place]) -> bool:
-        if not isinstance(weights, nn.Module) or isinstance(weights, TensorDictBase):
-            return False
-        if self.layout.merged or any(place.computed for place in places):
-            return False
-        # Names that the layout ties may be two tensors, which can get different values at any time.
-        tensors = {place.name: place.tensor for place in module_places(weights)}
-        entries = self.layout.entries
-        return all(
-            entry.tied_to is None or tensors.get(entry.name) is tensors.get(entry.tied_to)
-            for entry in entries
-        )
+    def _match_again(self) -> dict[str, Weight]:
+        """The template's weights, as they matched last if they are the same tensors."""
+        model = self.template
+        if self.layout.merged or not isinstance(model, nn.Module):
+            return self.layout.match(model)
+        walked = weights_in(model)
+        now, (before, found) = facts(walked), self._known or ([], {})
+        if now == before and all(has_memory(weight.tensor) for weight in found.values()):
+            return found
+        found = self.layout.match(model)
+        # Names that the layout ties may be two tensors, whose values can differ at any time.
+        tensors = {id(weight.tensor) for weight in walked if weight.saved}
+        alone = tensors == {id(weight.tensor) for weight in found.values()}
+        is_whole = not any(is_dtensor(weight.tensor) for weight in found.values())
+        self._known = (now, found) if alone and is_whole else None
+        return found
 
     def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:
         """Write a slot yourself, in a ``with`` block; it is published when the block ends.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from fusedrl.channel.loading import Target, own
-from fusedrl.channel.sources import Place, places_of
-from fusedrl.channel.tensors import is_dtensor
+from fusedrl.channel.tensors import Weight, is_dtensor, weights_of
 
 if TYPE_CHECKING:
     from fusedrl.channel.channel import WeightChannel
@@ -209,7 +208,7 @@ class Follower(Following):
         self._refuse_shared()
         publisher = PUBLISHERS.get(reader.session)
         if publisher is not None:
-            self.refuse_trained(places_of(publisher.template).values())
+            self.refuse_trained(weights_of(publisher.template).values())
         self.mode: Literal["alias", "copy"] = mode
         self._aliases = mode == "alias"
         self.keeps = keeps and self._aliases
@@ -234,7 +233,7 @@ class Follower(Following):
                     "channel already; publish a module that has all of them through one channel"
                 )
 
-    def refuse_trained(self, places: Iterable[Place]) -> None:
+    def refuse_trained(self, places: Iterable[Weight]) -> None:
         """Raise ``ValueError`` if the module has tensors that are published, or their memory.
 
         A step that is not published yet would be lost at the next load, or computed with under the
@@ -320,7 +319,7 @@ class Follower(Following):
             self._loaded_for = None  # a call that still runs holds its version itself
 
 
-def refuse_followed(session: str, places: Collection[Place]) -> None:
+def refuse_followed(session: str, places: Collection[Weight]) -> None:
     """Raise ``ValueError`` if a follower of a channel would load what is published there."""
     for follower in list(_FOLLOWERS):
         if follower.reader.session == session:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -13,16 +15,19 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from fusedrl.channel.sources import Place, Reading, match_prefixes, places_of
 from fusedrl.channel.tensors import (
     DTYPES,
+    Weight,
     castable,
     check_supported,
     converts,
     described,
     dtype_name,
+    is_dtensor,
     overwrite,
+    read_as,
     same_values,
+    weights_of,
 )
 
 _ALIGNMENT = 64  # of an entry: a cache line, and more than any vector load asks for
@@ -32,23 +37,14 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of the weights.
-
-    Args:
-        name: as in a state dict.
-        shape: its sizes; ``()`` for a scalar.
-        dtype: as it is stored.
-        offset: of its first byte, a multiple of 64.
-        kind: ``"parameter"`` or ``"buffer"``.
-        tied_to: the earlier entry whose memory this one is, or ``None``.
-    """
+    """One name of the weights, in memory from byte ``offset`` on; ``()`` is a scalar's shape."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     kind: str
-    tied_to: str | None = None
+    tied_to: str | None = None  # the earlier entry whose memory this one is
 
     @property
     def nbytes(self) -> int:
@@ -58,20 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes, dtypes and offsets of weights in flat memory.
-
-    Two names of one tensor are stored once and stay tied.
-
-    Args:
-        entries: in the order of the model, tied names after the one that they are tied to.
-        merged: whether a peft model's adapters are merged into the weights.
-        transient: buffers of the model that no state dict has, and that are therefore not stored;
-            published weights may include them.
-
-    Attributes:
-        nbytes: bytes of one version of the weights, a multiple of 4096.
-        stored: the entries that are not tied to another: one for each view.
-        view_of: the index of the view of each name, tied ones included.
+    """Names, shapes, dtypes and offsets of weights in flat memory; tied names share one offset.
 
     Example:
         >>> import torch
@@ -79,75 +62,67 @@ class Layout:
         >>> layout = Layout.of(torch.nn.Linear(3, 2))
         >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes
         ([('weight', 0), ('bias', 64)], 4096)
-        >>> layout == Layout.from_json(layout.to_json())
-        True
     """
 
-    entries: tuple[Entry, ...]
-    merged: bool = False
-    transient: tuple[str, ...] = ()
-    nbytes: int = field(init=False, compare=False)
-    stored: tuple[Entry, ...] = field(init=False, compare=False)
-    view_of: dict[str, int] = field(init=False, compare=False)
-    _places: list[tuple[Any, ...]] = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Compute what follows from the entries."""
-        end = max(entry.offset + entry.nbytes for entry in self.entries)
-        stored = tuple(entry for entry in self.entries if entry.tied_to is None)
-        index = {entry.name: i for i, entry in enumerate(stored)}
-        views = {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
-        places = [
-            (
-                e.dtype,
-                e.shape,
-                tuple(prod(e.shape[i + 1 :]) for i in range(len(e.shape))),
-                e.offset // e.dtype.itemsize,
-            )
-            for e in stored
-        ]
-        vars(self).update(nbytes=max(_round_up(end, _PAGE), _PAGE), stored=stored)
-        vars(self).update(view_of=views, _places=places)
+    entries: tuple[Entry, ...]  # tied ones after the one that they are tied to
+    merged: bool = False  # whether a peft model's adapters are merged into the weights
+    transient: tuple[str, ...] = ()  # not stored; published weights may include them
 
     @classmethod
     def of(
         cls, weights: Any, dtype: torch.dtype | None = None, merge_adapters: bool = False
     ) -> Layout:
-        """The layout of weights; their values are not read.
-
-        Args:
-            weights: what :func:`~fusedrl.channel.sources.places_of` takes.
-            dtype: that of every floating point entry, such as ``torch.bfloat16``; ``None`` keeps
-                the dtypes of the weights.
-            merge_adapters: as for :func:`~fusedrl.channel.sources.places_of`.
+        """The layout of weights, with floats of ``dtype``; their values are not read.
 
         Raises:
             TypeError: weights of another type, or an entry that is no plain tensor.
-            ValueError: no entries; names that cannot be nested; ``dtype`` that is no float of at
-                least 16 bits, or weights with smaller floats, which cannot be cast.
+            ValueError: no entries; names that cannot be nested; floats that cannot be cast.
         """
-        if dtype is not None and not castable(dtype):
-            raise ValueError(
-                f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
-                "scales: publish the quantised tensors as they are"
-            )
-        places = places_of(weights, merge_adapters).values()
+        found = weights_of(weights, merge_adapters)
         entries: dict[str, Entry] = {}
         first_of: dict[tuple[Any, ...], str] = {}
         end = 0
-        for place in (place for place in places if place.persistent):
-            check_supported(place.name, place.tensor)
-            kept = place.tensor.dtype if dtype is None else _cast(place, dtype)
-            same = place.identity()
-            tied_to = None if same is None else entries.get(first_of.setdefault(same, place.name))
-            start, of = (end, None) if tied_to is None else (tied_to.offset, tied_to.name)
-            entry = Entry(place.name, tuple(place.tensor.shape), kept, start, place.kind, of)
-            entries[place.name] = entry
-            end = max(end, _round_up(start + entry.nbytes, _ALIGNMENT))
-        if problem := _problem(list(entries)):
-            raise ValueError(f"weights: {problem}; pass a model's weights under its own names")
-        rest = (place.name for place in places if not place.persistent)
-        return cls(tuple(entries.values()), merge_adapters, tuple(rest))
+        for name, weight in filter(lambda item: item[1].saved, found.items()):
+            check_supported(name, weight.tensor)
+            kept = weight.tensor.dtype
+            if dtype is not None and kept.is_floating_point:
+                if not castable(kept):
+                    raise ValueError(
+                        f"dtype: expected floats of 16 bits or more to cast, got {kept} of {name}, "
+                        "which means something with its scales only; pass dtype=None"
+                    )
+                kept = dtype
+            first = entries.get(first_of.setdefault(weight.identity(), name))
+            start, tied_to = (end, None) if first is None else (first.offset, first.name)
+            entry = Entry(name, tuple(weight.tensor.shape), kept, start, weight.kind, tied_to)
+            entries[name] = entry
+            end = max(end, start + entry.nbytes + -entry.nbytes % _ALIGNMENT)
+        nodes = {name[:i] for name in entries for i, c in enumerate(name) if c == "."}
+        wrong = [name for name in entries if name in nodes or not all(name.split("."))]
+        if wrong or not entries:
+            raise ValueError(
+                "weights: expected tensors, with names that can be nested by their dots, got "
+                f"{wrong[:1] or 'none'}; pass a model's weights under its own names"
+            )
+        transient = (name for name, weight in found.items() if not weight.saved)
+        return cls(tuple(entries.values()), merge_adapters, tuple(transient))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one version of the weights, a multiple of 4096."""
+        end = max(1, *(entry.offset + entry.nbytes for entry in self.entries))
+        return end + -end % _PAGE
+
+    @cached_property
+    def stored(self) -> tuple[Entry, ...]:
+        """The entries that are not tied to another: one for each view."""
+        return tuple(entry for entry in self.entries if entry.tied_to is None)
+
+    @cached_property
+    def view_of(self) -> dict[str, int]:
+        """The index of the view of each name, tied ones included."""
+        index = {entry.name: i for i, entry in enumerate(self.stored)}
+        return {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
 
     @property
     def hash(self) -> str:
@@ -156,9 +131,7 @@ class Layout:
 
     def to_json(self) -> str:
         """The layout as text for another process."""
-        entries = [{**asdict(e), "dtype": dtype_name(e.dtype)} for e in self.entries]
-        fields = {"merged": self.merged, "transient": self.transient, "entries": entries}
-        return json.dumps(fields, separators=(",", ":"))
+        return json.dumps(asdict(self), separators=(",", ":"), default=dtype_name)
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
@@ -174,161 +147,95 @@ class Layout:
         """Views of ``flat``, uint8 of at least ``nbytes`` bytes, one for each stored entry."""
         # Views that are made in inference mode cannot be used outside of it.
         with torch.inference_mode(False):
-            return list(map(self.viewed(flat), range(len(self.stored))))
-
-    def viewed(self, flat: Tensor) -> Callable[[int], Tensor]:
-        """What makes a single view of ``flat``, of the stored entry of that index.
-
-        Readers make views for every version, hence only one operation for each.
-        """
-        places = self._places
-        bases = {dtype: flat[: self.nbytes].view(dtype) for dtype in {p[0] for p in places}}
-        typed = {dtype: (base, base.storage_offset()) for dtype, base in bases.items()}
-
-        def view(index: int) -> Tensor:
-            dtype, shape, strides, offset = places[index]
-            base, start = typed[dtype]
-            return base.as_strided(shape, strides, start + offset)
-
-        return view
+            return [
+                flat.narrow(0, e.offset, e.nbytes).view(e.dtype).view(e.shape) for e in self.stored
+            ]
 
     def tensordict(self, views: Sequence[Tensor]) -> TensorDict:
         """A tensordict of :meth:`views`, nested by the dots of the names; tied names share one."""
         weights = TensorDict({name: views[index] for name, index in self.view_of.items()})
         return weights.unflatten_keys(".")
 
-    @torch.no_grad()
-    def write(self, places: Sequence[Place], views: Sequence[Tensor] | None) -> None:
-        """Copy what :meth:`matched` found; tensors that are computed are made one at a time.
+    def match(self, weights: Any, partial: bool = False) -> dict[str, Weight]:
+        """The weights that :meth:`write` copies into the views, by the names of stored entries.
 
-        Args:
-            places: of the weights. Where they are sharded, every rank has to call this.
-            views: as :meth:`views` makes them. ``None`` on ranks that only take part in making
-                the weights whole.
-
-        Raises:
-            TypeError, ValueError: a tensor was freed or resized in the meantime.
-        """
-        if views is not None:
-            plain = [(v, p) for v, p in zip(views, places, strict=True) if not p.computed]
-            tensors, names = [p.tensor for _, p in plain], [p.name for _, p in plain]
-            overwrite([v for v, _ in plain], tensors, names)
-        for index, (entry, place) in enumerate(zip(self.stored, places, strict=True)):
-            if place.computed and (views is not None or place.sharded):
-                check_supported(place.name, place.tensor)
-                value = place.value(entry.dtype)
-                if views is not None:
-                    views[index].copy_(value)
-                del value  # before the next one is made
-
-    def matched(self, weights: Any) -> list[Place]:
-        """The places of what :meth:`write` copies into the views, in their order.
-
-        Nothing is computed yet, and values are read only where the layout ties names that are
-        separate tensors in ``weights``.
-
-        Args:
-            weights: weights with this layout's names, shapes and kinds of dtype; device, strides
-                and width of floats may differ. All names may have, or lack, the prefix of a wrapper
-                around the model. One of several tied names is enough; where there are more, they
-                may be separate tensors of equal values.
+        All names may have, or lack, the path of a module around the model. One of several tied
+        names is enough; those that are separate tensors are read, and have to be equal. ``partial``
+        weights may lack entries; only buffers if they have another path, as a part of such weights
+        might mean another part of the model.
 
         Raises:
-            TypeError: an entry that is no plain tensor.
-            ValueError: the weights differ from this layout, or the values of tied names differ; the
-                message lists the differences.
+            TypeError, ValueError: no plain tensor; differences, which the message lists.
         """
-        remedy = "publish those of the model that it was created from"
-        return list(self._brought(weights, False, "channel", remedy).values())
-
-    def matched_part(self, weights: Any) -> dict[str, Place]:
-        """As :meth:`matched` of weights that may lack entries, by the names of those they have.
-
-        Weights whose names have, or lack, the prefix of a wrapper may lack buffers only, as a part
-        of them might mean another part of the model.
-        """
-        return self._brought(weights, True, "policy", "give them the policy's names and shapes")
-
-    def _brought(self, weights: Any, partial: bool, whose: str, remedy: str) -> dict[str, Place]:
-        places, (off, on) = self._collected(weights)
-        required = self.stored
+        found = weights_of(weights, self.merged)
+        off, on = read_as(found, {*self.view_of, *self.transient})
+        named = {on + name.removeprefix(off): weight for name, weight in found.items()}
+        required = self.stored if off or on or not partial else ()
         if partial:  # if no entry is known to be a parameter, each of them may be one
-            parameters = [entry for entry in required if entry.kind == "parameter"]
-            required = (parameters or required) if off or on else ()
-        copies, differences = self.compared(places, "weights", required)
-        if not differences:
-            differences = [
-                d for e in self.stored if copies[e.name][1:] for d in _untied(e, copies[e.name])
-            ]
-        if off or on:
-            remedy = f"{remedy}; names are read with {on!r} before them in place of {off!r}"
-        refuse_differences("weights", differences, remedy, whose)
+            required = [e for e in required if e.kind == "parameter"] or required
+        copies, differences = self.compared(named, "weights", required)
+        differences = differences or [
+            f"{other.name}: expected the values of {first.name}, since the layout ties them, got "
+            "others"
+            for entry in self.stored
+            for first, other in pairwise(copies[entry.name])
+            if first.identity() != other.identity()
+            and not same_values(first.value(), other.value(), entry.dtype)
+        ]
+        refuse_differences("weights", differences, "pass those of the model that it was made of")
         return {name: same[0] for name, same in copies.items() if same}
 
-    def _collected(self, weights: Any) -> tuple[Mapping[str, Place], Reading]:
-        """The places of weights by this layout's names, and how their own names were changed."""
-        try:
-            places = places_of(weights, self.merged)
-        except ValueError:
-            if not self.merged:
-                raise
-            places = places_of(weights)  # the caller has merged them
-        reading = match_prefixes(places, {*self.view_of, *self.transient})
-        if not any(reading):
-            return places, reading
-        off, on = reading
-        renamed = [replace(p, name=on + name.removeprefix(off)) for name, p in places.items()]
-        return {place.name: place for place in renamed}, reading
-
     def compared(
-        self, places: Mapping[str, Place], argument: str, required: Iterable[Entry]
-    ) -> tuple[dict[str, list[Place]], list[str]]:
-        """The places of each stored entry, and what differs in names, shapes or kinds of dtype.
-
-        Args:
-            places: by name.
-            argument: what messages call them.
-            required: the stored entries that may not be missing.
-
-        Raises:
-            TypeError: a tensor that is no plain one.
-        """
-        copies: dict[str, list[Place]] = {entry.name: [] for entry in self.stored}
-        differences = []
+        self, named: Mapping[str, Weight], argument: str, required: Iterable[Entry]
+    ) -> tuple[dict[str, list[Weight]], list[str]]:
+        """The weights of each stored entry, and how they differ; only ``required`` may not lack."""
+        copies: dict[str, list[Weight]] = {entry.name: [] for entry in self.stored}
+        wrong = []  # what was expected, and what is there instead
         for entry in self.entries:
-            if (place := places.get(entry.name)) is not None:
-                check_supported(place.name, place.tensor, argument)
-                copies[entry.tied_to or entry.name].append(place)
-                got = place.tensor
+            if (weight := named.get(entry.name)) is not None:
+                got = weight.tensor
+                check_supported(weight.name, got, argument)
+                copies[entry.tied_to or entry.name].append(weight)
                 if tuple(got.shape) != entry.shape or not converts(got.dtype, entry.dtype):
-                    differences.append(
-                        f"{entry.name}: expected {described(entry)}, got {described(got)}"
-                    )
+                    wrong.append((entry.name, described(entry), described(got)))
         # A tied name may be missing, because one of them gives the value of all.
-        differences += [
-            f"{entry.name}: expected {described(entry)}, got no such entry"
-            for entry in required
-            if not copies[entry.name]
-        ]
+        missing = [entry for entry in required if not copies[entry.name]]
+        wrong += [(entry.name, described(entry), "no such entry") for entry in missing]
         known = {*self.view_of, *self.transient}
-        more = [p for n, p in places.items() if p.persistent and n not in known]
-        if more:  # a further name of a tensor that is stored is no difference
-            stored = {place.identity() for same in copies.values() for place in same}
-            for place in more:
-                check_supported(place.name, place.tensor, argument)
-                if (place.identity() or place.name) not in stored:
-                    got = described(place.tensor)
-                    differences.append(f"{place.name}: expected no such entry, got {got}")
-        return copies, differences
+        more = [w for name, w in named.items() if w.saved and name not in known]
+        stored = {w.identity() for same in copies.values() for w in same} if more else set()
+        for weight in more:
+            check_supported(weight.name, weight.tensor, argument)
+            if weight.identity() not in stored:  # else it is a further name of one that is stored
+                wrong.append((weight.name, "no such entry", described(weight.tensor)))
+        return copies, [f"{name}: expected {wanted}, got {got}" for name, wanted, got in wrong]
+
+    @torch.no_grad()
+    def write(self, found: Mapping[str, Weight], views: Sequence[Tensor] | None) -> None:
+        """Copy what :meth:`match` found; tensors that are computed are made one at a time.
+
+        ``views`` are ``None`` on ranks that only take part in making sharded weights whole.
+        """
+        plain, computed = [], []
+        slot = [None] * len(self.stored) if views is None else views
+        for entry, weight, view in zip(self.stored, found.values(), slot, strict=True):
+            if is_dtensor(weight.tensor) or weight.layer is not None:
+                computed.append((entry, weight, view))
+            elif view is not None:
+                plain.append((view, weight.tensor))
+        overwrite([view for view, _ in plain], [tensor for _, tensor in plain])
+        for entry, weight, view in computed:
+            if view is not None:
+                view.copy_(weight.value(entry.dtype))
+            elif is_dtensor(weight.tensor):
+                weight.value(entry.dtype)
 
 
-def refuse_differences(
-    argument: str, differences: Sequence[str], remedy: str, whose: str = "channel"
-) -> None:
+def refuse_differences(argument: str, differences: Sequence[str], remedy: str) -> None:
     """Raise one ``ValueError`` that counts the ``differences`` and lists the first ten of them."""
     if differences:
         raise ValueError(
-            f"{argument}: {len(differences)} differences from the {whose}'s layout; {remedy}"
+            f"{argument}: {len(differences)} differences from the expected layout; {remedy}"
             + listed(differences)
         )
 
@@ -337,44 +244,3 @@ def listed(differences: Sequence[str]) -> str:
     """The first ten differences, a line each, and how many more there are."""
     more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
     return "".join(f"\n  {line}" for line in [*differences[:_SHOWN], *more])
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _problem(names: list[str]) -> str | None:
-    """Why no weights can have these names; ``None`` if they can be nested by their dots."""
-    if not names:
-        return "expected tensors, got none"
-    nodes = {name[:i] for name in names for i, c in enumerate(name) if c == "."}
-    for name in names:
-        if not all(name.split(".")):
-            return f"{name!r}: expected a name between its dots, got an empty one"
-        if name in nodes:
-            return f"{name}: expected a tensor or entries below it, got both"
-    return None
-
-
-def _untied(entry: Entry, copies: list[Place]) -> Iterator[str]:
-    """Differences between the tensors of one entry, in the dtype in which one of them is stored."""
-    first, *others = copies
-    checked = {first.identity()}
-    for other in others:
-        if other.identity() not in checked:
-            checked.add(other.identity())
-            if not same_values(first.value(), other.value(), entry.dtype):
-                yield (
-                    f"{other.name}: expected the values of {first.name}, since the layout ties "
-                    "them, got others"
-                )
-
-
-def _cast(place: Place, dtype: torch.dtype) -> torch.dtype:
-    kept = place.tensor.dtype
-    if kept.is_floating_point and not castable(kept):
-        raise ValueError(
-            f"dtype: expected floats of 16 bits or more to cast, got {kept} of {place.name}, which "
-            "means something with its scales only; pass dtype=None"
-        )
-    return dtype if castable(kept) else kept

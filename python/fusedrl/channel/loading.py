@@ -8,17 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fusedrl.channel.adapter_merging import has_adapters
+from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.layout import Layout, refuse_differences
-from fusedrl.channel.sources import ModuleSnapshot, Place, module_places
 from fusedrl.channel.tensors import (
+    Weight,
     check_supported,
-    copy,
     described,
+    facts,
     has_memory,
     is_dtensor,
     same_values,
+    weights_in,
 )
+from fusedrl.compat.torch import copy_all
 
 # Storages that `alias` gave to modules, which nothing may write to. A WeakSet would run Python code
 # when one is freed, in which an interrupt would be lost.
@@ -58,6 +60,7 @@ class Target:
         self.layout = layout
         self._plan()
 
+    @torch.no_grad()
     def alias(self, views: Sequence[Tensor], flat: Tensor | None = None) -> None:
         """Make ``views`` the memory of the parameters, which then require no gradients.
 
@@ -83,10 +86,19 @@ class Target:
         _LENT.difference_update([storage for storage in list(_LENT) if storage() is None])
         lent = views if flat is None else [flat]
         _LENT.update(map(weakref.ref, {tensor.untyped_storage() for tensor in lent}))
-        view_of = views.__getitem__ if flat is None else self.layout.viewed(flat)
+        typed = {} if flat is None else {d: flat.view(d) for d in {view.dtype for view in views}}
+
+        def view_of(index: int) -> Tensor:
+            view = views[index]
+            if flat is None:
+                return view
+            return typed[view.dtype].as_strided(view.shape, view.stride(), view.storage_offset())
+
         before = [(param, param.data, param.requires_grad) for param, *_ in params]
         try:
-            copy([tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers])
+            copy_all(
+                [tensor for tensor, *_ in self._buffers], [views[i] for _, i, _ in self._buffers]
+            )
             for param, index, _ in params:
                 param.data = view_of(index)
                 if param.requires_grad:
@@ -97,6 +109,7 @@ class Target:
                 param.requires_grad_(requires_grad)
             raise
 
+    @torch.no_grad()
     def copy(self, views: Sequence[Tensor]) -> None:
         """Copy ``views`` into the parameters and buffers, which keep memory, dtype and device.
 
@@ -115,7 +128,7 @@ class Target:
         with torch.inference_mode(False):  # tensors allocated in that mode could not be trained
             for param in filter(_is_lent, self.parameters):
                 param.data = torch.empty_like(param)
-        copy([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
+        copy_all([tensor for tensor, *_ in pairs], [views[i] for _, i, _ in pairs])
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -124,7 +137,9 @@ class Target:
 
     def _check(self, views: Sequence[Tensor], aliases: bool) -> None:
         """Check all that may have changed since the last load; nothing is written before."""
-        if not self._snapshot.is_current():
+        module = self._module()
+        assert module is not None  # the caller, which loads into it, keeps it alive
+        if self._facts != facts(weights_in(module)):
             self._plan()
         if self._inference and (aliases or not torch.is_inference_mode_enabled()):
             raise ValueError(
@@ -158,7 +173,7 @@ class Target:
             chosen.setdefault(id(place.tensor), (place.tensor, index, place.name))
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
         self._inference = [place.name for place in places if place.tensor.is_inference()]
-        self._ties, self._snapshot = ties, ModuleSnapshot(module, places)
+        self._ties, self._facts = ties, facts(weights_in(module))
 
     def _refuse_alias(self, views: Sequence[Tensor]) -> None:
         def placed(tensor: Tensor) -> str:
@@ -176,7 +191,9 @@ class Target:
         )
 
 
-def _places(module: nn.Module, layout: Layout) -> tuple[list[Place], list[tuple[str, str, Tensor]]]:
+def _places(
+    module: nn.Module, layout: Layout
+) -> tuple[list[Weight], list[tuple[str, str, Tensor]]]:
     """The place of every entry of ``layout`` in ``module``, and the tensors with two entries.
 
     Each of the latter is a later entry, its first entry, and the tensor.
@@ -186,7 +203,7 @@ def _places(module: nn.Module, layout: Layout) -> tuple[list[Place], list[tuple[
             "module: expected a model without adapters for weights that they are merged into, got "
             "one with; load into the base model, or publish without merge_adapters"
         )
-    places = {place.name: place for place in module_places(module)}
+    places = {place.name: place for place in weights_in(module)}
     _, differences = layout.compared(places, "module", layout.stored)
     differences += [
         f"{entry.name}: expected {described(entry)}, got no such entry"
@@ -206,7 +223,7 @@ def _places(module: nn.Module, layout: Layout) -> tuple[list[Place], list[tuple[
             )
         # One tensor for two entries can only be loaded if the values of both are equal.
         same = place.identity()
-        first = place.name if same is None else one_tensor.setdefault(same, place.name)
+        first = one_tensor.setdefault(same, place.name)
         if layout.view_of[first] != layout.view_of[place.name]:
             ties.append((place.name, first, place.tensor))
     return loaded, ties

@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fusedrl.channel.checks import MAX_VERSION, count
+from fusedrl.channel.tensors import Weight, is_dtensor
 from fusedrl.compat.torch import store_of_ranks
 
 PAUSE_S = 0.002  # between two looks at the store
@@ -152,7 +153,7 @@ def publish_together(
     rendezvous: Rendezvous,
     version: int | None,
     timeout: float | None,
-    find: Callable[[], list[Any]],
+    find: Callable[[], dict[str, Weight]],
 ) -> int:
     """Publish one version on all ranks that have slots, or none on any.
 
@@ -179,13 +180,21 @@ def publish_together(
         version = _next_version(rendezvous.agree(patience, "publish", state))
         places = find()
         with channel.writing(version, timeout=limit) if holds else nullcontext() as writing:
-            shards = rendezvous.agree(patience + limit, "gather", sum(p.sharded for p in places))
+            shards = sum(is_dtensor(weight.tensor) for weight in places.values())
+            shards = rendezvous.agree(patience + limit, "gather", shards)
             expected = "weights: expected the same number of sharded tensors"
             _refuse_others(expected, shards, "publish the same model on every rank")
             channel.layout.write(places, writing and writing.views)
             rendezvous.agree(patience + limit, "end")
         rendezvous.version = version
         return version
+
+
+def ranks_of_shards(weights: Iterable[Weight]) -> tuple[int, ...]:
+    """The ranks that share any of the tensors, and have to gather them; none for whole tensors."""
+    sharded: list[Any] = [w.tensor for w in weights if is_dtensor(w.tensor)]
+    meshes = [tensor.device_mesh.mesh for tensor in sharded]
+    return tuple(sorted({rank for mesh in meshes for rank in mesh.flatten().tolist()}))
 
 
 def check_ends(states: dict[int, Any]) -> None:

@@ -11,7 +11,8 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
-from fusedrl.channel.sources import places_of, ranks_of_shards
+from fusedrl.channel.rendezvous import ranks_of_shards
+from fusedrl.channel.tensors import weights_of
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import DialogOptions, check_total
 from fusedrl.collectors.stream import Batches
@@ -251,7 +252,7 @@ def stored(weights: Any) -> Any:
     """A reference to weights in Ray's store, from which the processes of a node read them."""
     import ray
 
-    places = places_of(weights)
+    places = weights_of(weights)
     if ranks := ranks_of_shards(places.values()):
         raise ValueError(
             f"policy_or_weights: expected whole tensors, got parts on the ranks {ranks}; publish "

@@ -119,11 +119,6 @@ def unsaved_buffers_of(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
-def times_written(tensor: Tensor) -> int | None:
-    """How often a tensor was written to, but for writes that autograd is kept from seeing."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def storage_of(tensor: Tensor) -> int:
     """A number of the storage in which a tensor lies, while the storage exists.
 
@@ -134,7 +129,8 @@ def storage_of(tensor: Tensor) -> int:
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy any number of tensors in one fused operation."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 # What torch.compile makes of a module: a wrapper with the module under this name, or a call.

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import json
 import re
@@ -13,10 +12,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from fusedrl.channel.rendezvous import interrupted_later
 from fusedrl.compat.vllm import offline_engine_has_ended, runs_in_this_process
 from fusedrl.logs import warn_once
 
@@ -60,36 +61,19 @@ class Engine:
 
         The calls of an ``AsyncLLM`` are coroutines. Those of others block the calling thread.
         """
-        answer: list[tuple[Any, BaseException | None]] = []
-        done: SimpleQueue[None] = SimpleQueue()  # in C, as Ctrl-C may come anywhere
-
-        def answered() -> None:
-            try:
-                answer.append((call(*args), None))
-            except BaseException as error:
-                answer.append((None, error))
-            done.put(None)
+        answer: Future[Any] = Future()
 
         def wait() -> None:
-            ended = 0
-            while not answer and ended < 2 and thread.is_alive():
-                ended += self.has_ended()
-                with contextlib.suppress(Empty):
-                    done.get(timeout=_ALIVE)
+            try:
+                answer.set_result(call(*args))
+            except BaseException as error:
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=answered, name="fusedrl-engine-call", daemon=True)
-        try:
-            thread.start()
-            wait()
-        finally:
-            if not self.requests_wait:  # after Ctrl-C, too: it takes one call at a time
-                wait()
-        if not answer:
-            raise RuntimeError(_ENDED)
-        value, error = answer.pop()
-        if error is not None:
-            raise error
-        return value
+        threading.Thread(target=wait, name="fusedrl-engine-call", daemon=True).start()
+        while not wait_for([answer], timeout=_ALIVE).done:
+            if self.has_ended() and not wait_for([answer], timeout=_ALIVE).done:
+                raise RuntimeError(_ENDED)
+        return answer.result()
 
 
 def engine_of(engine: Any, timeout: float = 60.0) -> Engine:
@@ -142,7 +126,10 @@ class Offline(Engine):
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """As above; an engine in this process has to be called by this thread."""
-        return call(*args) if runs_in_this_process(self._llm) else await super().ask(call, *args)
+        with interrupted_later():  # as it takes one call at a time, and an update makes another
+            if runs_in_this_process(self._llm):
+                return call(*args)
+            return await super().ask(call, *args)
 
 
 class InLoop(Engine):

@@ -16,7 +16,7 @@ from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
 from fusedrl.channel.following import Follower, Following
-from fusedrl.channel.sources import module_places
+from fusedrl.channel.tensors import weights_in
 from fusedrl.compat import torchrl
 from fusedrl.vllm.policy import EngineFollower, wrappers_in
 
@@ -205,7 +205,7 @@ def check_open(reader: WeightReader) -> None:
 def _module_with(policy: Any, reader: WeightReader) -> nn.Module:
     names = {entry.name for entry in reader.layout.entries}
     for module in (getattr(policy, "model", None), policy):
-        if isinstance(module, nn.Module) and names <= {s.name for s in module_places(module)}:
+        if isinstance(module, nn.Module) and names <= {s.name for s in weights_in(module)}:
             return module
     raise ValueError(
         f"channel: expected weights of {type(policy).__name__} or of its model, got "

@@ -217,7 +217,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         weights = {name.removeprefix(part): of_policy[name] for name in names}
         if weights and self._channel is not None:
             try:
-                self._channel.layout.matched(weights)
+                self._channel.layout.match(weights)
             except ValueError:
                 if kwargs.get("strict", True):  # another model's are refused before all else
                     raise

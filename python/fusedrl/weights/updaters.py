@@ -13,19 +13,18 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import Place, places_of
-from fusedrl.channel.tensors import identity
+from fusedrl.channel.tensors import Weight, identity, weights_of
 from fusedrl.compat import torchrl
 from fusedrl.weights.ray_store import StoredWeights
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
-def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Place]]:
+def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Weight]]:
     """The tensors of ``target`` that ``weights`` have values for, each with the value's place."""
-    there = places_of(target)
-    if not there and not places_of(weights):
+    there = weights_of(target)
+    if not there and not weights_of(weights):
         return []
-    found = Layout.of(target).matched_part(weights)
+    found = Layout.of(target).match(weights, partial=True)
     return [(there[name].tensor, place) for name, place in found.items()]
 
 

@@ -15,7 +15,7 @@ from torchrl.modules.inference_server import InferenceServer
 from fusedrl.channel import WeightReader
 from fusedrl.channel.following import followers_of
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.sources import module_places
+from fusedrl.channel.tensors import weights_in
 from fusedrl.compat import torch as torch_names
 from fusedrl.compat import torchrl
 from fusedrl.weights.follow import is_compiled, module_of, patch_attribute
@@ -53,7 +53,7 @@ def fitting_mode(
     dtypes = {entry.name: entry.dtype for entry in reader.layout.entries}
     fits = all(
         place.tensor.device == reader.device and place.tensor.dtype == dtypes[place.name]
-        for place in module_places(module)
+        for place in weights_in(module)
         if place.kind == "parameter" and place.name in dtypes
     )
     in_place = is_compiled(collector) or isinstance(collector, InferenceServer)
@@ -62,8 +62,8 @@ def fitting_mode(
 
 def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the buffers that are not part of a state dict, by name."""
-    places = module_places(module)
-    return {place.name: place.tensor.detach().clone() for place in places if not place.persistent}
+    places = weights_in(module)
+    return {place.name: place.tensor.detach().clone() for place in places if not place.saved}
 
 
 def materialise(
@@ -82,7 +82,7 @@ def materialise(
     Raises:
         ValueError: the module has weights on meta that nothing will fill. Nothing has changed then.
     """
-    empty = [place for place in module_places(module) if place.tensor.is_meta]
+    empty = [place for place in weights_in(module) if place.tensor.is_meta]
     known = {*layout.view_of, *buffers}
     if lost := [place.name for place in empty if place.name not in known]:
         raise ValueError(
@@ -144,7 +144,7 @@ def _copied(whole: tuple[Any, ...], module: nn.Module, layout: Layout) -> tuple[
         layout: the layout of the weights that will be loaded.
     """
     memo: dict[int, Any] = {}
-    for place in module_places(module):
+    for place in weights_in(module):
         is_brought = place.kind == "parameter" and place.name in layout.view_of
         if is_brought and id(place.tensor) not in memo:
             memo[id(place.tensor)] = _memory_like(place.tensor, place.tensor.device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedrl.channel.sources import module_places
+from fusedrl.channel.tensors import weights_in
 from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
@@ -68,7 +68,7 @@ class PublishedWeights:
         if scheme is None or not isinstance(self._policy, nn.Module):
             return []
         names = {*scheme.channel.layout.view_of, *scheme.buffers}
-        return [place.tensor for place in module_places(self._policy) if place.name in names]
+        return [place.tensor for place in weights_in(self._policy) if place.name in names]
 
     def set_updater(self, updater: Any, collector: Any) -> None:
         """Register an updater, or what a function makes, with the collector, or remove it."""
@@ -143,7 +143,7 @@ def _made(updater: Any) -> Any:
 
 def _weights_of(policy: Any, updater: Any) -> Any:
     """The weights to create a channel from; ``None`` if there are none."""
-    if isinstance(policy, nn.Module) and any(True for _ in module_places(policy)):
+    if isinstance(policy, nn.Module) and any(True for _ in weights_in(policy)):
         return policy
     if policy is None and isinstance(updater, MultiProcessedRemoteWeightUpdate):
         return next(iter(updater.policy_weights.values()), None)

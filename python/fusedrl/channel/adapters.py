@@ -1,7 +1,4 @@
-"""Which modules peft has adapted, and the weights of the base model with adapters merged in.
-
-peft is never imported: a model that has adapters has imported it.
-"""
+"""Which modules are peft's, and merging them; a model that has some has imported peft."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedrl.channel.tensors import check_supported, whole
 from fusedrl.compat.torch import buffers_of, children_of, parameters_of
 
 
@@ -22,9 +18,9 @@ def loaded(module: str, name: str) -> tuple[type, ...]:
     return () if kind is None else (kind,)
 
 
-def has_adapters(module: nn.Module) -> bool:
-    """Whether any part of ``module`` is adapted by peft."""
-    return any(_adapts(type(part)) for part in module.modules())
+def has_adapters(model: Any) -> bool:
+    """Whether a model is a module of which any part is adapted by peft."""
+    return isinstance(model, nn.Module) and any(_adapts(type(part)) for part in model.modules())
 
 
 @cache
@@ -40,11 +36,7 @@ def _adapts(kind: type[nn.Module]) -> bool:
 
 
 def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
-    """The base module that ``module`` stands for, and the layer to merge into it, if any.
-
-    Raises:
-        TypeError: the adapters do not change weights, as those of prompt learning do not.
-    """
+    """The base module that ``module`` stands for, and the layer to merge into it, if any."""
     layer = None
     while _adapts(type(module)):
         if isinstance(module, loaded("peft.peft_model", "PeftModel")):
@@ -70,36 +62,25 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
 
 
 @torch.no_grad()
-def merge(layer: nn.Module) -> nn.Module:
-    """A copy of the base of ``layer`` with the active adapters in its weights."""
-    # peft merges in place, and unmerging leaves rounding errors, so the merge is done in a copy.
-    replica: Any = _replica(layer, {}, "")
-    if hasattr(replica, "unload_and_optionally_merge_module"):
-        return replica.unload_and_optionally_merge_module(
+def merge(layer: Any) -> nn.Module:
+    """The base of ``layer``, after its active adapters were merged into its weights."""
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        return layer.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None
         )
-    replica.merge(
-        adapter_names=[a for a in replica.active_adapters if a not in replica.merged_adapters]
-    )
-    return replica.get_base_layer()
+    layer.merge(adapter_names=[a for a in layer.active_adapters if a not in layer.merged_adapters])
+    return layer.get_base_layer()
 
 
-def _replica(module: nn.Module, known: dict[int, nn.Module], prefix: str) -> nn.Module:
-    """A deep copy of the weights alone: sharded ones are made whole, and no hooks are called."""
-    if id(module) in known:
-        return known[id(module)]
-    replica = known[id(module)] = object.__new__(type(module))
-    replica.__dict__.update(
-        {k: v.copy() if isinstance(v, (dict, list)) else v for k, v in vars(module).items()}
-    )
-    for key, tensor in parameters_of(module).items():
-        if tensor is not None:
-            check_supported(prefix + key, tensor)
-            clone = whole(tensor).clone(memory_format=torch.preserve_format)
-            parameters_of(replica)[key] = nn.Parameter(clone, requires_grad=False)
-    for key, tensor in buffers_of(module).items():
-        buffers_of(replica)[key] = None if tensor is None else whole(tensor).clone()
-    for key, child in children_of(module).items():
-        copied = None if child is None else _replica(child, known, f"{prefix}{key}.")
-        children_of(replica)[key] = copied
-    return replica
+def replica(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
+    """A copy of a module, with ``copies`` of its tensors by their ids; no hooks are called."""
+    if id(module) not in copies:
+        made = copies[id(module)] = object.__new__(type(module))
+        fields = vars(module).items()
+        vars(made).update((k, v.copy() if isinstance(v, (dict, list)) else v) for k, v in fields)
+        for home in (parameters_of(made), buffers_of(made)):
+            home.update({key: copies.get(id(tensor)) for key, tensor in home.items()})
+        children = children_of(made)
+        for key, child in children.items():
+            children[key] = None if child is None else replica(child, copies)
+    return copies[id(module)]
