@@ -15,6 +15,7 @@
 #include <atomic>
 #include <csignal>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 #include "host/futex.h"
@@ -23,7 +24,7 @@ namespace fusedrl::channel {
 
 // The number at its end changes with this page, and with what is written as the manifest: a reader
 // of another version of the package is refused by it.
-constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 4};
+constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 5};
 constexpr uint64_t max_slots = 64;  // a reader's leases are the bits of one word
 constexpr int64_t no_version = -1;
 
@@ -40,10 +41,8 @@ struct alignas(64) Slot {
   std::atomic<uint32_t> releases;  // orders what readers read before what is written next
 };
 
-// A pid without a lock belongs to a reader that died. The next reader that takes the entry keeps
-// that pid beside its own, for the publisher to report.
 struct alignas(64) ReaderEntry {
-  std::atomic<uint64_t> pids;    // of the last reader that died, and of the present one
+  std::atomic<uint32_t> pid;     // 0: nobody; without a lock, of a reader that died
   std::atomic<uint64_t> leased;  // a bit a slot
   std::atomic<int64_t> applied;
 };
@@ -71,8 +70,7 @@ struct ControlPage {
   alignas(64) std::atomic<uint64_t> published;  // version << 8 | slot + 1; 0: nothing yet
   std::atomic<uint32_t> sequence;               // futex: a commit, or the end of the channel
   std::atomic<uint32_t> closed;
-  alignas(
-      64) std::atomic<uint32_t> progress;  // futex: a release, a write's end, or a version applied
+  alignas(64) std::atomic<uint32_t> progress;  // futex: a release, or a write's end
   std::atomic<uint32_t> publisher_waits;
 
   Slot slot[max_slots];
@@ -105,16 +103,6 @@ struct Published {
   }
 };
 
-// One word, so that a death is reported once, whichever process dies while it is passed on.
-struct Pids {
-  uint32_t died, present;  // 0: nobody
-
-  static Pids of(uint64_t word) {
-    return {static_cast<uint32_t>(word >> 32), static_cast<uint32_t>(word)};
-  }
-  uint64_t word() const { return uint64_t{died} << 32 | present; }
-};
-
 // Bytes of the memory file that stand for locks. They lie in the control page, but locks do not
 // touch its content.
 constexpr int64_t alive_lock = 0;  // exclusive, as long as the publisher lives
@@ -122,36 +110,19 @@ constexpr int64_t slot_lock = 1;   // + slot: shared by readers, exclusive for t
 constexpr int64_t reader_lock = slot_lock + max_slots;  // + entry: exclusive, as long as it lives
 
 // Every point between two effects of the protocol, for tests that end a process there.
-enum class Step {
-  begin_locked,
-  begin_marked,
-  commit_marked,
-  commit_unlocked,
-  commit_published,
-  commit_woken,
-  open_locked,
-  open_registered,
-  lease_loaded,
-  lease_registered,
-  lease_locked,
-  lease_validated,
-  release_unlocked,
-  release_unregistered,
-  release_told,
-};
-constexpr std::string_view step_names[] = {
+constexpr std::string_view steps[] = {
     "begin_locked",     "begin_marked",         "commit_marked", "commit_unlocked",
     "commit_published", "commit_woken",         "open_locked",   "open_registered",
     "lease_loaded",     "lease_registered",     "lease_locked",  "lease_validated",
     "release_unlocked", "release_unregistered", "release_told",
 };
 
-inline std::atomic<int> signal_step{-1};
+inline std::string signal_step;
 inline std::atomic<int> signal_number{0};
 
-inline void at(Step step) {
-  if (signal_step.load(std::memory_order_relaxed) == static_cast<int>(step))
-    std::raise(signal_number.load(std::memory_order_relaxed));
+inline void at(std::string_view step) {
+  const int number = signal_number.load(std::memory_order_acquire);
+  if (number != 0 && step == signal_step) std::raise(number);
 }
 
 }  // namespace fusedrl::channel

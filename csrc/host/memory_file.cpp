@@ -1,6 +1,5 @@
 #include "host/memory_file.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -17,39 +16,24 @@ namespace fusedrl::channel {
 
 namespace {
 
-// Reserving this much takes a fraction of a second. If signals interrupt it again and again,
-// shorter stretches succeed.
-constexpr uint64_t longest_stretch = uint64_t{256} << 20;
-constexpr uint64_t shortest_stretch = 4096;
+// reserve() returns after a stretch, so that handlers of signals run. It reserves small pieces, as
+// the kernel undoes what a signal interrupts.
+constexpr uint64_t stretch = uint64_t{256} << 20;
+constexpr uint64_t piece = uint64_t{64} << 10;
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void fail(const std::string& what) {
   throw std::system_error(errno, std::generic_category(), what);
 }
 
-// Repeats a system call that a signal has interrupted. Python's handler of the signal runs only
-// later, so this is for calls that are short.
-template <class Call>
-int retried(const Call& call) {
-  int result;
-  do result = call();
-  while (result < 0 && errno == EINTR);
-  return result;
-}
-
 int opened(const std::string& path) {
-  const int fd = retried([&] { return open(path.c_str(), O_RDWR | O_CLOEXEC); });
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) fail(path);
   return fd;
 }
 
 struct flock range(int64_t byte, short type) {
-  struct flock range = {};
-  range.l_type = type;
-  range.l_whence = SEEK_SET;
-  range.l_start = byte;
-  range.l_len = 1;
-  return range;
+  return {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1, .l_pid = 0};
 }
 
 }  // namespace
@@ -78,7 +62,7 @@ class OpenFiles {
                      }
                      instance().files.clear();
                      for (const Mapping* mapping : instance().writable)
-                       mprotect(mapping->data_, mapping->bytes_, PROT_READ);
+                       mprotect(mapping->data(), mapping->bytes(), PROT_READ);
                      instance().mutex.unlock();
                    });
   }
@@ -91,9 +75,7 @@ Mapping::Mapping(const MemoryFile& file, uint64_t offset, size_t bytes, bool wri
   const int fd = file.reopened();
   data_ = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd,
                static_cast<off_t>(offset));
-  const int error = errno;
   ::close(fd);
-  errno = error;
   if (data_ == MAP_FAILED) fail("mapping " + std::to_string(bytes) + " bytes of a weight channel");
   if (writable) OpenFiles::instance().writable.insert(this);
 }
@@ -104,41 +86,29 @@ Mapping::~Mapping() {
   munmap(data_, bytes_);
 }
 
-MemoryFile::MemoryFile(int fd) : fd_(fd), pid_(getpid()), stretch_(longest_stretch) {
+MemoryFile::MemoryFile(int fd) : fd_(fd), pid_(getpid()) {
   OpenFiles::instance().files.insert(this);
 }
 
-MemoryFile::~MemoryFile() { close(); }
-
-std::unique_ptr<MemoryFile> MemoryFile::create(const std::string& name) {
-  std::unique_lock guard(OpenFiles::instance().mutex);
-  const int fd = memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) fail("memfd_create");
-  std::unique_ptr<MemoryFile> file(new MemoryFile(fd));
-  guard.unlock();
-  if (fchmod(fd, 0600) != 0) fail("fchmod");
-  return file;
+std::unique_ptr<MemoryFile> MemoryFile::create() {
+  std::lock_guard guard(OpenFiles::instance().mutex);
+  const int fd = memfd_create("fusedrl-channel", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0 || fchmod(fd, 0600) != 0) fail("memfd_create");
+  return std::unique_ptr<MemoryFile>(new MemoryFile(fd));
 }
 
 bool MemoryFile::reserve(uint64_t bytes) {
-  const uint64_t some = std::min(stretch_, bytes - reserved_);
-  const int error = posix_fallocate(fd(), static_cast<off_t>(reserved_), static_cast<off_t>(some));
-  if (error == EINTR) {
-    // The kernel has released what this call had reserved.
-    stretch_ = std::max(stretch_ / 2, shortest_stretch);
-    return false;
+  const uint64_t end = std::min(bytes, reserved_ + stretch);
+  while (reserved_ < end) {
+    const uint64_t some = std::min(piece, end - reserved_);
+    errno = posix_fallocate(fd(), static_cast<off_t>(reserved_), static_cast<off_t>(some));
+    if (errno == EINTR) return false;
+    if (errno != 0) fail("reserving " + std::to_string(bytes) + " bytes of shared memory");
+    reserved_ += some;
   }
-  if (error != 0) {
-    errno = error;
-    fail("reserving " + std::to_string(bytes) + " bytes of shared memory");
-  }
-  reserved_ += some;
-  stretch_ = std::min(stretch_ * 2, longest_stretch);
-  return reserved_ == bytes;
-}
-
-void MemoryFile::seal() {
+  if (reserved_ < bytes) return false;
   if (fcntl(fd(), F_ADD_SEALS, seals) != 0) fail("F_ADD_SEALS");
+  return true;
 }
 
 std::unique_ptr<MemoryFile> MemoryFile::reopen(int64_t pid, int fd) {
@@ -183,21 +153,16 @@ void MemoryFile::close() {
   fd_ = -1;
 }
 
-bool MemoryFile::try_lock(int64_t byte, bool shared) {
-  struct flock lock = range(byte, shared ? F_RDLCK : F_WRLCK);
-  if (retried([&] { return fcntl(fd(), F_OFD_SETLK, &lock); }) == 0) return true;
+bool MemoryFile::lock(int64_t byte, short type) {
+  struct flock lock = range(byte, type);
+  if (fcntl(fd(), F_OFD_SETLK, &lock) == 0) return true;
   if (errno == EAGAIN || errno == EACCES) return false;
   fail("F_OFD_SETLK");
 }
 
-void MemoryFile::unlock(int64_t byte) {
-  struct flock lock = range(byte, F_UNLCK);
-  if (retried([&] { return fcntl(fd(), F_OFD_SETLK, &lock); }) != 0) fail("F_OFD_SETLK");
-}
-
 bool MemoryFile::locked_elsewhere(int64_t byte) const {
   struct flock lock = range(byte, F_WRLCK);
-  if (retried([&] { return fcntl(fd(), F_OFD_GETLK, &lock); }) != 0) fail("F_OFD_GETLK");
+  if (fcntl(fd(), F_OFD_GETLK, &lock) != 0) fail("F_OFD_GETLK");
   return lock.l_type != F_UNLCK;
 }
 

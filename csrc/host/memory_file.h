@@ -1,6 +1,9 @@
 // A memory file (memfd) that processes share, and the kernel's locks on it.
 #pragma once
 
+#include <fcntl.h>
+
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -21,7 +24,6 @@ class Mapping {
   size_t bytes() const { return bytes_; }
 
  private:
-  friend class OpenFiles;
   void* data_;
   size_t bytes_;
 };
@@ -33,16 +35,15 @@ class Mapping {
 class MemoryFile {
  public:
   // Makes an empty file that no other process has.
-  static std::unique_ptr<MemoryFile> create(const std::string& name);
-  // Reserves the next stretch of `bytes`, or nothing if a signal interrupts it, and returns whether
-  // all are reserved. Too little memory is an error here, and not SIGBUS in a reader later.
+  static std::unique_ptr<MemoryFile> create();
+  // Reserves more of `bytes`, for a fraction of a second or until a signal, and returns whether all
+  // are reserved; from then on nobody can resize the file. Too little memory is an error here, and
+  // not SIGBUS in a reader later.
   bool reserve(uint64_t bytes);
-  // Prevents anyone from resizing the file.
-  void seal();
   // Opens the file behind a descriptor of another process, or of this one. Throws
   // std::invalid_argument for a file that create did not make.
   static std::unique_ptr<MemoryFile> reopen(int64_t pid, int fd);
-  ~MemoryFile();
+  ~MemoryFile() { close(); }
   MemoryFile(const MemoryFile&) = delete;
   MemoryFile& operator=(const MemoryFile&) = delete;
 
@@ -55,20 +56,20 @@ class MemoryFile {
   void close();
 
   // Neither of these waits: they return false if another open file description holds the lock.
-  bool try_lock_shared(int64_t byte) { return try_lock(byte, true); }
-  bool try_lock_exclusive(int64_t byte) { return try_lock(byte, false); }
-  void unlock(int64_t byte);
+  bool try_lock_shared(int64_t byte) { return lock(byte, F_RDLCK); }
+  bool try_lock_exclusive(int64_t byte) { return lock(byte, F_WRLCK); }
+  void unlock(int64_t byte) { lock(byte, F_UNLCK); }
   // Whether another open file description holds a lock.
   bool locked_elsewhere(int64_t byte) const;
 
  private:
   friend class OpenFiles;
   explicit MemoryFile(int fd);
-  bool try_lock(int64_t byte, bool shared);
+  bool lock(int64_t byte, short type);
 
-  int fd_;
-  int64_t pid_;
-  uint64_t reserved_ = 0, stretch_;
+  std::atomic<int> fd_;
+  const int64_t pid_;
+  uint64_t reserved_ = 0;
 };
 
 }  // namespace fusedrl::channel

@@ -1,11 +1,11 @@
 #include "host/publisher.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <utility>
 
 namespace fusedrl::channel {
 
@@ -36,12 +36,11 @@ std::optional<int> Publisher::try_begin() {
   for (int i = 1; i <= slots; ++i) {
     const int slot = (published_.slot + i) % slots;
     if (slot == published_.slot || !file_->try_lock_exclusive(slot_lock + slot)) continue;
-    at(Step::begin_locked);
+    at("begin_locked");
     page_->slot[slot].releases.load(std::memory_order_acquire);
     page_->slot[slot].state.store(SlotState::writing, std::memory_order_release);
     begun_ = slot;
-    writer_ = static_cast<uint64_t>(pthread_self());
-    at(Step::begin_marked);
+    at("begin_marked");
     return slot;
   }
   return std::nullopt;
@@ -52,17 +51,18 @@ void Publisher::commit(int slot, int64_t version) {
   Slot& entry = page_->slot[slot];
   entry.version.store(version, std::memory_order_relaxed);
   entry.state.store(SlotState::ready, std::memory_order_release);
-  at(Step::commit_marked);
+  at("commit_marked");
   // Before the version is published, so that no reader finds the current slot locked.
   file_->unlock(slot_lock + slot);
-  at(Step::commit_unlocked);
+  at("commit_unlocked");
   published_ = {version, slot};
   page_->published.store(published_.word(), std::memory_order_release);
-  at(Step::commit_published);
+  at("commit_published");
   page_->sequence.fetch_add(1, std::memory_order_release);
   futex_wake_all(page_->sequence);
-  at(Step::commit_woken);
-  written();
+  at("commit_woken");
+  begun_.reset();
+  tell_publisher(*page_);  // threads of this process that wait to write
 }
 
 void Publisher::abort() {
@@ -71,11 +71,6 @@ void Publisher::abort() {
   page_->slot[*begun_].version.store(no_version, std::memory_order_relaxed);
   page_->slot[*begun_].state.store(SlotState::empty, std::memory_order_release);
   file_->unlock(slot_lock + *begun_);
-  written();
-}
-
-// Other threads of this process wait for it as for a release.
-void Publisher::written() {
   begun_.reset();
   tell_publisher(*page_);
 }
@@ -85,42 +80,22 @@ std::vector<ReaderState> Publisher::readers(bool forget_dead) {
   std::vector<ReaderState> states;
   for (uint64_t i = 0; i < geometry_.max_readers; ++i) {
     ReaderEntry& entry = page_->reader[i];
-    bool alive = false;
-    const Pids pids = pids_of(entry, i, forget_dead, &alive);
-    if (pids.died != 0) states.push_back({pids.died, false, {}, no_version});
-    if (pids.present == 0) continue;
-    const int64_t applied = entry.applied.load(std::memory_order_acquire);
-    states.push_back(
-        {pids.present, alive, alive ? leased_by(entry) : std::vector<int64_t>{}, applied});
+    uint32_t pid = entry.pid;
+    if (pid == 0) continue;
+    const bool alive = file_->locked_elsewhere(reader_lock + i);
+    // What has closed meanwhile has not died.
+    if (!alive && !(forget_dead ? entry.pid.compare_exchange_strong(pid, 0) : entry.pid == pid))
+      continue;
+    std::vector<int64_t> versions;
+    for (uint64_t slot = 0; alive && slot < geometry_.slots; ++slot) {
+      if (!(entry.leased >> slot & 1)) continue;
+      const int64_t version = page_->slot[slot].version;
+      // One that comes too late names its slot for a moment, whose write may have been aborted.
+      if (version != no_version) versions.push_back(version);
+    }
+    states.push_back({pid, alive, std::move(versions), entry.applied});
   }
   return states;
-}
-
-// A reader that comes or goes meanwhile changes the word, which is then read again. So every death
-// is reported before it is forgotten, and no reader is reported dead that has just closed.
-Pids Publisher::pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive) {
-  for (;;) {
-    uint64_t word = entry.pids.load(std::memory_order_acquire);
-    const Pids pids = Pids::of(word);
-    *alive = pids.present != 0 && file_->locked_elsewhere(reader_lock + index);
-    const uint64_t known = *alive ? Pids{0, pids.present}.word() : 0;
-    const bool still = forget_dead && known != word
-                           ? entry.pids.compare_exchange_strong(word, known)
-                           : entry.pids.load(std::memory_order_acquire) == word;
-    if (still) return pids;
-  }
-}
-
-std::vector<int64_t> Publisher::leased_by(const ReaderEntry& entry) const {
-  const uint64_t leased = entry.leased.load(std::memory_order_acquire);
-  std::vector<int64_t> versions;
-  for (uint64_t slot = 0; slot < geometry_.slots; ++slot) {
-    if (!(leased >> slot & 1)) continue;
-    const int64_t version = page_->slot[slot].version;
-    // A reader that comes too late names its slot for a moment, whose write may have been aborted.
-    if (version != no_version) versions.push_back(version);
-  }
-  return versions;
 }
 
 uint32_t Publisher::progress() {

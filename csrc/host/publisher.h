@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "host/channel_page.h"
@@ -11,12 +12,8 @@
 
 namespace fusedrl::channel {
 
-struct ReaderState {
-  int64_t pid;
-  bool alive;
-  std::vector<int64_t> leased;  // versions
-  int64_t applied;
-};
+// A reader's pid, whether it lives, the versions that it leases, and the one that it has applied.
+using ReaderState = std::tuple<int64_t, bool, std::vector<int64_t>, int64_t>;
 
 // One slot is written at a time. Assumes one thread at a time in each call. What writes throws
 // std::runtime_error once closed, or in a child of the process that made the channel.
@@ -30,8 +27,7 @@ class Publisher {
 
   // Locks a slot that nobody leases: none if there is no such slot, or if one is written already.
   std::optional<int> try_begin();
-  // The thread that writes a slot, as pthread_self() says; 0 if none does.
-  uint64_t writer() const { return begun_ ? writer_ : 0; }
+  bool writing() const { return begun_.has_value(); }
   void commit(int slot, int64_t version);
   // Gives up the slot that was begun, if one was.
   void abort();
@@ -42,27 +38,23 @@ class Publisher {
   std::shared_ptr<Mapping> slots() const { return slots_; }
   char* slot(int index) const { return slots_->data() + index * geometry_.slot_bytes; }
 
-  // The readers that are open, and those that died since they were last forgotten.
+  // The readers that are open, and those that died and were not forgotten since, unless another
+  // has taken the entry of one.
   std::vector<ReaderState> readers(bool forget_dead);
   // The value that wait() compares with. Read it before you check the condition that you wait for.
   uint32_t progress();
-  // Returns after a release, a write's end, after a version was applied, or after `seconds`.
+  // Returns after a release, a write's end, or after `seconds`.
   void wait(uint32_t progress, double seconds);
   // Tells the readers that no version follows.
   void finish();
   // The memory lives on as long as anyone maps it.
   void close();
+  void require_open() const { file_->fd(); }
 
  private:
-  void require_open() const { file_->fd(); }
-  void written();
-  Pids pids_of(ReaderEntry& entry, uint64_t index, bool forget_dead, bool* alive);
-  std::vector<int64_t> leased_by(const ReaderEntry& entry) const;
-
   const Geometry geometry_;
   Published published_;
   std::optional<int> begun_;
-  uint64_t writer_ = 0;
   std::unique_ptr<MemoryFile> file_;
   std::shared_ptr<Mapping> head_, slots_;
   ControlPage* page_;

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
-from fusedrl.channel.handle import WeightHandle
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.memory import Manifest, Memory
+from fusedrl.channel.reader import WeightHandle
 from fusedrl.channel.rendezvous import (
     Rendezvous,
     check_ends,
@@ -316,9 +315,9 @@ class WeightChannel:
     def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:
         """Write a slot yourself, in a ``with`` block; it is published when the block ends.
 
-        If the block raises, nothing is published. There is one block at a time: the block of
-        another thread waits, and publishing within a block is refused. A child that is forked
-        within a block cannot write: it ends with SIGSEGV if it tries.
+        If the block raises, nothing is published. There is one block at a time: another waits for
+        its end, in vain if that is the block around it. A child that is forked within a block
+        cannot write: it ends with SIGSEGV if it tries.
 
         Args:
             version: as for :meth:`publish`.
@@ -341,8 +340,6 @@ class WeightChannel:
             except BaseException:
                 writing.abort()  # the traceback of the error would keep the slot
                 raise
-            if self._end.writer() == threading.get_ident():
-                break  # a block around this one, which cannot end before it
         raise self._full(limit)
 
     def limit(self, timeout: float | None) -> float:
@@ -372,16 +369,15 @@ class WeightChannel:
         return version
 
     def _full(self, timeout: float) -> TimeoutError:
-        if self._end.writer():
+        if self._end.writing():
             return TimeoutError(
                 f"timeout: expected to begin within {timeout} s, got another publish or writing "
                 "block of this channel that has not ended; publish from one thread, after the block"
             )
         held = [
-            f"pid {reader.pid} holds version{'s' * (len(reader.leased) > 1)} "
-            + ", ".join(map(str, reader.leased))
-            for reader in self._end.readers(forget_dead=False)
-            if reader.leased
+            f"pid {pid} holds version{'s' * (len(leased) > 1)} " + ", ".join(map(str, leased))
+            for pid, _, leased, _ in self._end.readers(forget_dead=False)
+            if leased
         ]
         return TimeoutError(
             f"timeout: expected a free slot within {timeout} s, got all {len(self._views)} taken: "
@@ -390,15 +386,13 @@ class WeightChannel:
         )
 
     def readers(self) -> list[ReaderInfo]:
-        """The processes that read this channel, including those that died since the last call."""
+        """The processes that read this channel, including those that died since the last call.
+
+        A death is not told of if more than ``max_readers`` have opened the channel since.
+        """
         return [
-            ReaderInfo(
-                reader.pid,
-                reader.alive,
-                tuple(reader.leased),
-                None if reader.applied < 0 else reader.applied,
-            )
-            for reader in self._end.readers(forget_dead=True)
+            ReaderInfo(pid, alive, tuple(leased), None if applied < 0 else applied)
+            for pid, alive, leased, applied in self._end.readers(forget_dead=True)
         ]
 
     def close(self, timeout: float = 5.0) -> None:
@@ -420,7 +414,7 @@ class WeightChannel:
         pids: list[int] = []
         for _ in self._looks(time.monotonic() + timeout):
             readers = self._end.readers(forget_dead=False)
-            pids = [r.pid for r in readers if r.alive and r.pid != os.getpid()]
+            pids = [pid for pid, alive, *_ in readers if alive and pid != os.getpid()]
             if not pids:
                 break
         return pids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import queue
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from fusedrl import _host
-from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.memory import Memory
 
 __all__ = ["CudaMemory"]
@@ -136,7 +136,7 @@ class CudaMemory(Memory):
         """The current stream waits for the slot's last write; this thread does not."""
         self._driver.stream_wait_event(self._ordinal, self._stream(), self._slot(index).written)
 
-    def after_read(self, index: int) -> _Poll | None:
+    def after_read(self, index: int) -> _Poll:
         """A function that tells whether the current stream's work so far is done with the slot."""
         slot = self._slot(index)
         for poll in tuple(slot.in_flight):
@@ -146,14 +146,15 @@ class CudaMemory(Memory):
         slot.in_flight.add(poll)
         return poll
 
-    def keep_while_read(self, index: int, hold: _host.Lease) -> None:
+    def give_back(self, index: int, lease: int) -> None:
         """See :class:`Memory`."""
-        if (done := self.after_read(index)) is not None:
-            self._releases.add(hold, done)
+        self._releases.add(_Given(lease), self.after_read(index))
 
-    def when_read(self, then: Callable[[], None]) -> None:
+    def wait_for_reads(self) -> None:
         """See :class:`Memory`."""
-        self._releases.close(then)
+        done = _recorded(self._driver, self._ordinal, self._stream())
+        while not done() or self._releases.thread is not None:
+            time.sleep(_POLL_S)
 
     def manifest(self) -> dict[str, Any]:
         """What another process needs to open the slots, in types that JSON has."""
@@ -368,6 +369,18 @@ def _recorded(driver: Any, ordinal: int, stream: int) -> _Poll:
     return done
 
 
+class _Given:
+    """A lease that is given back when this is dropped, by its address."""
+
+    _give_back = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_host.give_back)
+
+    def __init__(self, lease: int) -> None:
+        self._lease = lease
+
+    def __del__(self) -> None:
+        self._give_back(self._lease)
+
+
 class Releases:
     """Holds slots until their readers' computation has ended.
 
@@ -378,10 +391,7 @@ class Releases:
         self._pending: deque[tuple[Any, Callable[[], bool]]] = deque()
         # Re-entrant: the garbage collector may run while the lock is held, and release leases.
         self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-        # A forked child does not have the thread, and the leases belong to its parent.
-        renew_in_children(self, _lock=threading.RLock, _pending=deque, _thread=lambda: None)
-        self._then: Callable[[], None] | None = None
+        self.thread: threading.Thread | None = None  # that gives back what is pending
 
     def add(self, hold: Any, done: Callable[[], bool]) -> None:
         """Keep ``hold``, which releases its slot when it is dropped, until ``done()`` is true."""
@@ -389,10 +399,10 @@ class Releases:
             return
         with self._lock:
             self._pending.append((hold, done))
-            if self._thread is None:
+            if self.thread is None:
                 thread = threading.Thread(target=self._poll, daemon=True)
                 thread.start()
-                self._thread = thread
+                self.thread = thread
 
     def _poll(self) -> None:
         while True:
@@ -403,17 +413,6 @@ class Releases:
                         self._pending.append((hold, done))
                     del hold
                 if not self._pending:
-                    self._thread = None
-                    then = self._then
+                    self.thread = None
                     break
             time.sleep(_POLL_S)
-        if then is not None:
-            then()
-
-    def close(self, then: Callable[[], None]) -> None:
-        """Call ``then()`` once nothing is pending: at once, or from the thread that polls."""
-        with self._lock:
-            if self._pending:
-                self._then = then
-                return
-        then()

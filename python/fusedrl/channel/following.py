@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from fusedrl.channel.forking import renew_in_children
 from fusedrl.channel.loading import Target, own
 from fusedrl.channel.sources import Place, places_of
 from fusedrl.channel.tensors import is_dtensor
@@ -25,6 +24,7 @@ logger = logging.getLogger("fusedrl")
 PUBLISHERS: weakref.WeakValueDictionary[str, WeightChannel] = weakref.WeakValueDictionary()
 os.register_at_fork(after_in_child=PUBLISHERS.clear)  # a child has memory of its own
 _FOLLOWERS: weakref.WeakSet[Follower] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_FOLLOWERS.clear)  # their locks may be held there for ever
 
 
 class Hook:
@@ -111,13 +111,13 @@ class Following:
         self._loaded_for: Lease | None = None  # holds what load() has loaded for the next call
         # Re-entrant: a follower may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
-        renew_in_children(self, _lock=threading.RLock)
 
     def call(self) -> Held:
         """A call that begins: a block with the version, ``None`` before the first.
 
         The version is held from here until the block ends, or what this returns is dropped.
         """
+        self.reader.require_open()
         with self._lock:
             running = self._running()
             if running is None:
@@ -142,6 +142,7 @@ class Following:
         Raises:
             TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
         """
+        self.reader.require_open()
         with self._lock:
             if not self.is_running:
                 self._loaded_for = self._switch(timeout)
@@ -285,6 +286,7 @@ class Follower(Following):
                 "load_state_dict: expected weights through the channel, got a state dict; the next "
                 "call computes with the newest published version: publish what it shall have"
             )
+        self.reader.require_open()
         with self._lock:
             if self._aliases and self._loaded:
                 self._own()
@@ -305,15 +307,17 @@ class Follower(Following):
                 that of a call which still runs, or the one that is kept. Pass ``False`` if the
                 module is not used any more.
         """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        _FOLLOWERS.discard(self)
+        if not self.reader.is_open:  # also in a forked child
+            return
         with self._lock:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
             if detach and self._aliases and self._loaded:
                 self._own()
             self._loaded = False
             self._loaded_for = None  # a call that still runs holds its version itself
-        _FOLLOWERS.discard(self)
 
 
 def refuse_followed(session: str, places: Collection[Place]) -> None:

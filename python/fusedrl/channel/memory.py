@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -30,21 +30,12 @@ class Memory:
     asynchronous = False  # whether computation may go on after the call that launches it
 
     def __init__(self, end: _host.Publisher | _host.Reader, slots: int, nbytes: int) -> None:
-        self._tensor: Callable[[int, _host.Lease | None], Tensor] = lambda i, lease: (
-            torch.from_dlpack(end.slot_tensor(i, nbytes, lease))
-        )
+        self._end, self._nbytes = end, nbytes
         self.count = slots
-        self._whole = [self._tensor(i, None) for i in range(slots)]
-        self._addresses = [slot.data_ptr() for slot in self._whole]
 
     def slot(self, index: int, lease: _host.Lease | None = None) -> Tensor:
-        """The bytes of a slot; a tensor of its own where it is to keep a ``lease`` of the slot."""
-        if lease is not None:
-            return self._tensor(index, lease)
-        if self._whole[index].data_ptr() != self._addresses[index]:
-            # Somebody has pickled a view for another process, which moves its storage elsewhere.
-            self._whole[index] = self._tensor(index, None)
-        return self._whole[index]
+        """The bytes of a slot; the tensor keeps a ``lease`` of the slot, if there is one."""
+        return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes, lease))
 
     def before_write(self, index: int) -> None:
         """Make the publisher's copies wait for earlier writes to this slot."""
@@ -55,12 +46,11 @@ class Memory:
     def before_read(self, index: int) -> None:
         """Make the reader's computation wait for the publisher's copies."""
 
-    def keep_while_read(self, index: int, hold: _host.Lease) -> None:
-        """Drop ``hold`` of a slot once the reader's computation so far has ended."""
+    def give_back(self, index: int, lease: int) -> None:
+        """Let ``_host.give_back`` have a lease of a slot once the computation so far has ended."""
 
-    def when_read(self, then: Callable[[], None]) -> None:
-        """Call ``then()`` once all computation has ended that :meth:`keep_while_read` waits for."""
-        then()
+    def wait_for_reads(self) -> None:
+        """Wait for the computation so far, and for what :meth:`give_back` was given."""
 
     def manifest(self) -> dict[str, Any]:
         """What another process needs to open this memory, in types that JSON has."""

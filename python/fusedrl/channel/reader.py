@@ -7,7 +7,9 @@ import logging
 import threading
 import time
 import weakref
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
-from fusedrl.channel.forking import renew_in_children
+from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target, own
 from fusedrl.channel.memory import Manifest, Memory
 
@@ -23,6 +25,47 @@ logger = logging.getLogger("fusedrl")
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
+
+
+@dataclass(frozen=True)
+class WeightHandle:
+    """The address of a channel: small, picklable, without tensors.
+
+    Only processes of the publisher's user, on its machine, can open it, and only while the
+    publisher lives. It holds a secret that no other channel has: once the publisher is gone the
+    handle opens nothing, even if another process has got the publisher's process id.
+    """
+
+    pid: int
+    fd: int
+    session: str = field(repr=False)
+
+    def open(self) -> WeightReader:
+        """Become a reader of the channel.
+
+        Raises:
+            RuntimeError: the publisher is gone or has another version of this package, this process
+                cannot see it or may not, the channel has ``max_readers`` readers, or this process
+                has too many open files. The message has the kernel's reason.
+        """
+        try:
+            end = _host.Reader(self.pid, self.fd, self.session)
+        except OverflowError as error:
+            raise RuntimeError(
+                f"max_readers: expected fewer than {error} open readers, got all; close some, or "
+                "create the channel with more"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise RuntimeError(
+                f"handle: expected a running publisher with pid {self.pid}, with its channel open, "
+                f"of this user and seen by this process, got '{error}'; take a new handle from a "
+                "publisher that runs, and let containers share process ids"
+            ) from error
+        try:
+            return WeightReader(end, self.session)
+        except BaseException:
+            end.close()  # the traceback of the error would keep it open
+            raise
 
 
 class Lease(_host.Lease):
@@ -47,21 +90,21 @@ class Lease(_host.Lease):
         Raises:
             RuntimeError: the lease is released, its reader is closed, or this is a forked child.
         """
-        return self.reader._weights(self._held_slot())
+        return self._tensors().weights
 
     @property
     def views(self) -> list[Tensor]:
         """As :attr:`weights`, a tensor for each stored entry of the layout, in its order."""
-        return self.reader._views(self._held_slot())
+        return self._tensors().views
 
-    def _held_slot(self) -> int:
+    def _tensors(self) -> _SlotTensors:
+        self.reader.require_open()
         if not self.held:
             raise RuntimeError(
                 f"lease: expected one that is held, got version {self.version} after its release; "
                 "compute inside the with block, or clone what has to last"
             )
-        self.reader.require_open()
-        return self.slot
+        return self.reader._tensors(self.slot)
 
     def share(self) -> Lease:
         """Another lease of the same version, which is released by itself."""
@@ -70,13 +113,9 @@ class Lease(_host.Lease):
         return other
 
     def load(self, target: Target, mode: str, keeps: bool = False) -> None:
-        """Make a module compute with this version.
+        """Make a module compute with this version, by ``mode="alias"`` or ``"copy"``.
 
-        Args:
-            target: the module.
-            mode: ``"alias"`` or ``"copy"``, as for :meth:`WeightReader.load_into`.
-            keeps: in alias mode, lease the version for as long as a parameter lies in its memory.
-                Otherwise it has to be held while the module computes.
+        An alias has a lease of its own if it ``keeps`` the version; else hold this one meanwhile.
         """
         if mode not in ("alias", "copy"):
             raise ValueError(
@@ -84,26 +123,35 @@ class Lease(_host.Lease):
                 "keeps the addresses of the parameters"
             )
         if mode == "copy":
-            target.copy(self.reader._views(self.slot))
-        elif keeps:
-            self.reader._keep(self, target)
+            target.copy(self.views)
+        elif not keeps:
+            target.alias(self.views)
         else:
-            target.alias(self.reader._views(self.slot))
+            flat = self.reader.memory.slot(self.slot, self.share())
+            with torch.inference_mode(False):
+                target.alias(self.views, flat)
+            self.reader._note_kept(flat, target)
 
 
-class _SlotViews(NamedTuple):
-    """Tensors over a slot, and the address at which they lie in the channel's memory."""
+class _SlotTensors:
+    """Tensors over a slot."""
 
-    flat: Tensor
-    address: int
-    views: list[Tensor]
-    weights: list[TensorDict]  # one, once it is asked for
+    def __init__(self, flat: Tensor, layout: Layout) -> None:
+        self.flat, self.address, self._layout = flat, flat.data_ptr(), layout
+        self.views = layout.views(flat)
+
+    @cached_property
+    def weights(self) -> TensorDict:
+        return self._layout.tensordict(self.views).lock_()
 
 
 class WeightReader:
     """Reads complete versions of a channel's weights. :meth:`WeightHandle.open` makes one.
 
     Threads may share a reader. A forked child may not: it opens the handle again.
+
+    Attributes:
+        applied: the version that :meth:`load_into` loaded last.
     """
 
     def __init__(self, end: _host.Reader, session: str) -> None:
@@ -114,16 +162,20 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        self.memory: Memory = _opened(manifest, end)
+        if manifest.memory["kind"] == "cuda":
+            from fusedrl.channel.cuda import CudaMemory
+
+            self.memory: Memory = CudaMemory.open(manifest.memory)
+        else:
+            self.memory = Memory(end, end.slot_count(), self.layout.nbytes)
         self.device = self.memory.device
-        self._slots: dict[int, _SlotViews] = {}
+        self._slots: dict[int, _SlotTensors] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
         # Memory that owns a lease, and the parameters that were made to lie there.
         self._kept: list[tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Tensor]]]] = []
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
-        renew_in_children(self, _lock=threading.RLock)
-        self._applied: int | None = None
+        self.applied: int | None = None
 
     @property
     def version(self) -> int | None:
@@ -132,9 +184,9 @@ class WeightReader:
         return None if version < 0 else version
 
     @property
-    def applied(self) -> int | None:
-        """The version that :meth:`load_into` loaded last."""
-        return self._applied
+    def is_open(self) -> bool:
+        """Whether it is not closed, and was opened by this process."""
+        return self._end.is_open()
 
     def require_open(self) -> None:
         """Raise ``RuntimeError`` if this is closed, or was opened by a parent of this process."""
@@ -155,29 +207,21 @@ class WeightReader:
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         while (newest := self._end.version()) < version:
-            state = self._end.publisher()
+            ended = self._end.ended()
             remaining = deadline - time.monotonic()
-            if state == _host.PublisherState.open and remaining > 0:
+            if ended is None and remaining > 0:
                 self._end.wait(version, min(remaining, SLICE_S))
-            elif self._end.version() < version:
-                raise self._waited_in_vain(version, limit, state)
+            elif (newest := self._end.version()) < version:
+                error, remedy = TimeoutError, "call publish() there, or raise timeout"
+                if ended is not None:
+                    error = RuntimeError
+                    remedy = "what was published can still be leased: open a new channel for more"
+                raise error(
+                    f"version: expected {version} or later within {limit} s, "
+                    f"got {'none' if newest < 0 else newest}, and the publisher "
+                    f"(pid {self._end.publisher_pid()}) {ended or 'runs'}; {remedy}"
+                )
         return newest
-
-    def _waited_in_vain(
-        self, version: int, limit: float, state: _host.PublisherState
-    ) -> RuntimeError | TimeoutError:
-        publisher = f"the publisher (pid {self._end.publisher_pid()})"
-        got = "got none" if self.version is None else f"got {self.version}"
-        if state == _host.PublisherState.open:
-            return TimeoutError(
-                f"version: expected {version} or later within {limit} s, {got}; {publisher} runs: "
-                "call publish() there, or raise timeout"
-            )
-        ended = "closed the channel" if state == _host.PublisherState.closed else "is dead"
-        return RuntimeError(
-            f"version: expected {version} or later, {got}, and {publisher} {ended}; what was "
-            "published can still be leased: open the handle of a new channel for more"
-        )
 
     def lease(self, min_version: int | None = None, timeout: float | None = None) -> Lease:
         """Lease the newest version: it does not change until the lease is released.
@@ -190,60 +234,38 @@ class WeightReader:
             TimeoutError: no such version was published in time.
             RuntimeError: there is no such version and the publisher has ended.
         """
-        return self._lease(min_version, timeout, apply=True)
-
-    def _lease(self, min_version: int | None, timeout: float | None, apply: bool) -> Lease:
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         newest = self.wait_for(0 if min_version is None else min_version, limit)
-        while not (lease := Lease(self._end, apply)).held:
+        while not (lease := Lease(self._end)).held:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timeout: expected to hold a version within {limit} s, got a publisher (pid "
                     f"{self._end.publisher_pid()}) that writes them faster, {newest} and later; "
                     "publish less often, or create the channel with more slots"
                 )
+        lease.reader = self
         try:
             self.memory.before_read(lease.slot)
         except BaseException:
             lease.release()  # the traceback of the error would keep it
             raise
         if self.memory.asynchronous:
-            lease.before_release = self._release_later
-        lease.reader = self
+            lease.before_release = partial(self.memory.give_back, lease.slot)
         return lease
 
-    def _of_slot(self, slot: int) -> _SlotViews:
+    def _tensors(self, slot: int) -> _SlotTensors:
         known = self._slots.get(slot)
         # Pickling a view for another process moves its storage into other shared memory.
         if known is None or known.flat.data_ptr() != known.address:
-            flat = self.memory.slot(slot)
-            known = _SlotViews(flat, flat.data_ptr(), self.layout.views(flat), [])
-            self._slots[slot] = known
+            known = self._slots[slot] = _SlotTensors(self.memory.slot(slot), self.layout)
         return known
 
-    def _views(self, slot: int) -> list[Tensor]:
-        return self._of_slot(slot).views
-
-    def _keep(self, lease: Lease, target: Target) -> None:
-        """Make a module's parameters lie in memory that owns a lease of its own."""
-        views, flat = self._views(lease.slot), self.memory.slot(lease.slot, lease.share())
-        with torch.inference_mode(False):
-            target.alias(views, flat)
+    def _note_kept(self, flat: Tensor, target: Target) -> None:
         with self._lock:
             parameters = list(map(weakref.ref, target.parameters))
             self._kept = [kept for kept in self._kept if kept[0]() is not None]
             self._kept.append((weakref.ref(flat.untyped_storage()), parameters))
-
-    def _weights(self, slot: int) -> TensorDict:
-        known = self._of_slot(slot)
-        if not known.weights:
-            known.weights.append(self.layout.tensordict(known.views).lock_())
-        return known.weights[0]
-
-    def _release_later(self, slot: int) -> None:
-        """Hold a slot until the work that the current stream has so far is done."""
-        self.memory.keep_while_read(slot, _host.Lease(self._end, slot))
 
     def load_into(
         self,
@@ -279,42 +301,41 @@ class WeightReader:
                 keeps the version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
+        self.require_open()
         target = self._targets.get(module)
         if target is None:
             target = self._targets[module] = Target(module, self.layout)
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
-        with self._lock, self._lease(min_version, timeout, apply=False) as lease:
+        with self._lock, self.lease(min_version, timeout) as lease:
             lease.load(target, mode, keeps=True)
-            self._end.applied(lease.version)
-            self._applied = lease.version
+            self.applied = lease.version
             return lease.version
 
     def close(self) -> None:
         """End all leases. Modules that were loaded by alias get copies of their own.
 
         Other tensors over their memory, such as ``parameter.data``, may be overwritten from then
-        on; a warning is logged if there are any.
+        on; a warning is logged if there are any. In a forked child this does nothing.
         """
+        if not self.is_open:
+            return
         with self._lock:
+            is_used = False
             for storage, references in self._kept:
                 parameters = [p for reference in references if (p := reference()) is not None]
                 own([p for p in parameters if p.untyped_storage() is storage()])
-            # Parameters that are being freed are gone before their memory is.
-            if self._end.leased() and any(
-                storage() is not None and all(reference() is not None for reference in references)
-                for storage, references in self._kept
-            ):
+                # Parameters that are being freed are gone before their memory is.
+                is_used |= storage() is not None and len(parameters) == len(references)
+            if is_used:
                 logger.warning(
                     "close: expected no tensors over a version but parameters, got some made of "
                     "them, which may be overwritten now; clone such tensors, or close the reader "
                     "after their last use"
                 )
-            if self.memory.asynchronous:
-                for slot in self._end.leased():
-                    self._release_later(slot)
-            self._end.end_leases()
-            self.memory.when_read(self._end.close)
+            if self._end.leases():
+                self.memory.wait_for_reads()
+            self._end.close()
             self.memory.close()
 
     def __enter__(self) -> WeightReader:
@@ -331,12 +352,3 @@ class WeightReader:
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"
         )
-
-
-def _opened(manifest: Manifest, end: _host.Reader) -> Memory:
-    """The slots that a channel's manifest describes, in a reader's process."""
-    if manifest.memory["kind"] == "cuda":
-        from fusedrl.channel.cuda import CudaMemory
-
-        return CudaMemory.open(manifest.memory)
-    return Memory(end, end.slot_count(), manifest.layout.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,6 @@ from torch.nn.functional import dropout, embedding, linear, scaled_dot_product_a
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
-from fusedrl.channel.forking import renew_in_children
 from fusedrl.compat.torch import DispatchMode, is_compiled_function
 from fusedrl.compat.transformers import attention_of
 from fusedrl.models.prefix_tree import Part
@@ -263,7 +263,6 @@ class _Uncompiled:
         self._blocks = 0
         self._stance = ExitStack()
         self._lock = threading.Lock()
-        renew_in_children(self, _lock=threading.Lock)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -279,3 +278,5 @@ class _Uncompiled:
 
 
 UNCOMPILED = _Uncompiled()
+# In a child, the lock may belong to a thread that does not exist there.
+os.register_at_fork(after_in_child=lambda: setattr(UNCOMPILED, "_lock", threading.Lock()))

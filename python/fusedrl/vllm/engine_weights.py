@@ -13,7 +13,6 @@ from typing import Any
 
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.checks import seconds
-from fusedrl.channel.forking import renew_in_children
 from fusedrl.vllm.engines import InFlight, engine_of
 from fusedrl.vllm.updates import Updates, to_its_end
 
@@ -75,7 +74,6 @@ class EngineWeights:
         self.channel = channel
         timeout = seconds("timeout", timeout)
         self._updating = threading.Lock()
-        renew_in_children(self, _updating=threading.Lock)
         self._updates = None
         if not channel.holds:
             if engine is not None:
