@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import Manifest, Memory
+from fusedrl.channel.memory import HostMemory, Manifest, Memory
 from fusedrl.channel.reader import WeightHandle
 from fusedrl.channel.rendezvous import (
     Rendezvous,
@@ -123,7 +124,8 @@ class WeightChannel:
             self._memory, self._end = slots
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
             self.device = self._memory.device
-            self._views = [layout.views(self._memory.slot(i)) for i in range(self._memory.count)]
+            flat = map(self._memory.slot, range(self._end.slot_count()))
+            self._views = list(map(layout.views, flat))
 
     @classmethod
     def create(
@@ -189,7 +191,7 @@ class WeightChannel:
             if holds is None:
                 holds = not ranks or dist.get_rank() == ranks[0]
             session = secrets.token_hex(16)
-            manifest = Manifest(layout, timeout, Memory.MANIFEST)
+            manifest = Manifest(layout, timeout, HostMemory.manifest)
             channel = cls(
                 weights,
                 layout,
@@ -332,9 +334,8 @@ class WeightChannel:
             try:
                 writing.version = self._next(version)
                 if writing.slot is not None:
-                    self._memory.before_write(writing.slot)
-                    if self._memory.asynchronous:
-                        writing.before_release = self._memory.after_write
+                    if isinstance(self._memory, CudaMemory):
+                        writing.before_release = self._memory.copying()
                     writing.views = self._views[writing.slot]
                     return writing
             except BaseException:
@@ -406,7 +407,7 @@ class WeightChannel:
             return
         self._closed = True
         self._end.finish()
-        waits = self._memory.asynchronous and self.handle.pid == os.getpid()  # no forked child
+        waits = isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid()
         self._memory.close(self._users(timeout) if waits else ())
         self._end.close()
 
@@ -453,10 +454,8 @@ def _reserved(
     """
     size, memory = manifest.layout.nbytes, None
     if where.type == "cuda":
-        from fusedrl.channel.cuda import CudaMemory
-
         memory = CudaMemory.create(where, slots, size)
-        size, manifest = 0, manifest._replace(memory=memory.manifest())
+        size, manifest = 0, manifest._replace(memory=memory.manifest)
     elif where.type != "cpu":
         raise ValueError(
             f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
@@ -469,4 +468,4 @@ def _reserved(
             f"where memory is short, create the channel with fewer slots than {slots}, or in half "
             "the width (dtype=torch.bfloat16)"
         ) from error
-    return memory or Memory(end, slots, size), end
+    return memory or HostMemory(end, size), end

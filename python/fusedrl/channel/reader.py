@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target, own
-from fusedrl.channel.memory import Manifest, Memory
+from fusedrl.channel.memory import HostMemory, Manifest, Memory
 
 logger = logging.getLogger("fusedrl")
 
@@ -162,12 +163,12 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        if manifest.memory["kind"] == "cuda":
-            from fusedrl.channel.cuda import CudaMemory
-
-            self.memory: Memory = CudaMemory.open(manifest.memory)
-        else:
-            self.memory = Memory(end, end.slot_count(), self.layout.nbytes)
+        self.on_gpu = manifest.memory["kind"] == "cuda"
+        self.memory: Memory = (
+            CudaMemory.open(manifest.memory)
+            if self.on_gpu
+            else HostMemory(end, self.layout.nbytes)
+        )
         self.device = self.memory.device
         self._slots: dict[int, _SlotTensors] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
@@ -234,6 +235,8 @@ class WeightReader:
             TimeoutError: no such version was published in time.
             RuntimeError: there is no such version and the publisher has ended.
         """
+        if isinstance(self.memory, CudaMemory):
+            self.memory.refuse_capture()
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         newest = self.wait_for(0 if min_version is None else min_version, limit)
@@ -245,13 +248,8 @@ class WeightReader:
                     "publish less often, or create the channel with more slots"
                 )
         lease.reader = self
-        try:
-            self.memory.before_read(lease.slot)
-        except BaseException:
-            lease.release()  # the traceback of the error would keep it
-            raise
-        if self.memory.asynchronous:
-            lease.before_release = partial(self.memory.give_back, lease.slot)
+        if isinstance(self.memory, CudaMemory):
+            lease.before_release = self.memory.give_back
         return lease
 
     def _tensors(self, slot: int) -> _SlotTensors:
@@ -333,8 +331,8 @@ class WeightReader:
                     "them, which may be overwritten now; clone such tensors, or close the reader "
                     "after their last use"
                 )
-            if self._end.leases():
-                self.memory.wait_for_reads()
+            if isinstance(self.memory, CudaMemory) and self._end.leases():
+                self.memory.synchronize()
             self._end.close()
             self.memory.close()
 
