@@ -223,7 +223,7 @@ class WeightChannel:
     ) -> int:
         """Copy weights into a free slot and make them the newest version.
 
-        On a GPU the copies are queued on the current stream, and readers' streams wait for them.
+        On a GPU it waits for the current stream, on which it copies, and so does a writing block.
         Sharded weights are gathered one tensor at a time.
 
         Args:

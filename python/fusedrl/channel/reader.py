@@ -165,9 +165,7 @@ class WeightReader:
         self._timeout = manifest.timeout
         self.on_gpu = manifest.memory["kind"] == "cuda"
         self.memory: Memory = (
-            CudaMemory.open(manifest.memory)
-            if self.on_gpu
-            else HostMemory(end, self.layout.nbytes)
+            CudaMemory.open(manifest.memory) if self.on_gpu else HostMemory(end, self.layout.nbytes)
         )
         self.device = self.memory.device
         self._slots: dict[int, _SlotTensors] = {}
@@ -233,8 +231,10 @@ class WeightReader:
 
         Raises:
             TimeoutError: no such version was published in time.
-            RuntimeError: there is no such version and the publisher has ended.
+            RuntimeError: there is no such version and the publisher has ended; or the current
+                stream captures a CUDA graph.
         """
+        self.require_open()
         if isinstance(self.memory, CudaMemory):
             self.memory.refuse_capture()
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
@@ -314,7 +314,8 @@ class WeightReader:
         """End all leases. Modules that were loaded by alias get copies of their own.
 
         Other tensors over their memory, such as ``parameter.data``, may be overwritten from then
-        on; a warning is logged if there are any. In a forked child this does nothing.
+        on; a warning is logged if there are any. On a GPU it waits for the device if a lease is
+        held. In a forked child it does nothing.
         """
         if not self.is_open:
             return
