@@ -91,8 +91,6 @@ class Write {
   ~Write() {
     in_destructor([&] { end(false); });
   }
-  Write(const Write&) = delete;
-  Write& operator=(const Write&) = delete;
 
   // To publish throws std::runtime_error once the channel is closed, or in a forked child.
   void end(bool publishes) {

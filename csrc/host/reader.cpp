@@ -41,7 +41,9 @@ void Reader::enter() {
       return;
     }
   }
-  throw std::overflow_error(std::to_string(geometry().max_readers));
+  throw std::runtime_error("max_readers: expected fewer than " +
+                           std::to_string(geometry().max_readers) +
+                           " open readers, got all; close some, or create the channel with more");
 }
 
 void Reader::take(Lease& lease) {

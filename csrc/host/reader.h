@@ -17,7 +17,7 @@ namespace fusedrl::channel {
 class Reader {
  public:
   // Throws std::invalid_argument if the file is not the channel of `session`, and
-  // std::overflow_error if it has its largest number of readers already.
+  // std::runtime_error if it has its largest number of readers already.
   Reader(int64_t pid, int fd, const std::string& session);
   ~Reader() { close(); }
 

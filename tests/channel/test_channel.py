@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -18,6 +19,7 @@ from channel_workers import publish
 from tensordict import TensorDict
 from torch import nn
 
+from fusedrl import _host
 from fusedrl.channel import WeightChannel
 
 
@@ -115,12 +117,15 @@ def test_a_lease_ends_with_its_block_or_with_its_reader(channel):
         lease = reader.lease()
         with reader.lease() as ended:
             pass
+        with pytest.raises(RuntimeError, match="version 1 after its release"):
+            _ = ended.weights
     for _ in range(3):
         publish(channel)
     for each in (ended, lease):
-        with pytest.raises(RuntimeError, match="version 1 after its release"):
+        with pytest.raises(RuntimeError, match="got one that is closed"):
             _ = each.weights
         each.release()
+        assert not each.held
 
 
 def test_a_lease_that_is_dropped_is_given_back(channel, reader):
@@ -131,6 +136,41 @@ def test_a_lease_that_is_dropped_is_given_back(channel, reader):
     assert channel.readers()[0].leased == (other.version,) == (1,)
     del other
     assert channel.readers()[0].leased == ()
+
+
+def test_whoever_is_told_of_a_release_gives_the_slot_back(channel, reader, monkeypatch):
+    give_back = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_host.give_back)
+    publish(channel)
+    given, shown = [], []
+
+    def refuse(lease: int) -> None:
+        given.append(lease)
+        raise KeyError
+
+    lease = reader.lease()
+    lease.before_release = given.append
+    with lease.share():
+        lease.release()
+        lease.release()
+        assert len(given) == 1 and not lease.held
+    assert len(given) == 2  # shares are told of too
+    give_back(given.pop())
+    assert channel.readers()[0].leased == (1,)
+    thread = threading.Thread(target=give_back, args=given)
+    thread.start()
+    thread.join()
+    assert channel.readers()[0].leased == ()
+
+    monkeypatch.setattr("sys.unraisablehook", lambda error: shown.append(error.exc_type))
+    lease = reader.lease()
+    lease.before_release = refuse
+    with pytest.raises(KeyError):
+        lease.release()
+    lease = reader.lease()
+    lease.before_release = refuse
+    del lease
+    assert shown == [KeyError] and len(given) == 3
+    assert channel.readers()[0].leased == (1,)  # until the reader closes
 
 
 def test_leases_wait_for_the_version_they_are_asked_for(channel, reader):

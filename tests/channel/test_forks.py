@@ -37,9 +37,9 @@ def test_a_child_goes_on_whatever_lock_another_thread_had(channel, reader):
         refused(lambda: channel.publish(workers.weights_of(2)))
         refused(follower.load)
         assert float(policy["a"].detach()[0]) == 1
+        refused(follower.call)
         reader.close()
-        policy["a"].data.zero_()  # its own by now
-        follower.close(detach=False)
+        follower.close()
         with channel.handle.open() as again:
             assert again.load_into(policy) == 1
         channel.close()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from fusedrl import _host
 from fusedrl.channel import WeightChannel, WeightReader
 from fusedrl.channel.following import Follower, one_version
 
@@ -75,6 +76,10 @@ class Uses:
     def drop(self) -> None:
         self.reader.lease().share()
 
+    def hold(self) -> None:
+        with _host.Held(7, self.reader.lease(), self.reader.lease()) as value:
+            assert value == 7 and self.channel.readers()[0].leased
+
     def load(self) -> None:
         version = self.reader.load_into(self.alone, "copy")
         assert of(self.alone) == {version}
@@ -96,7 +101,8 @@ def test_a_storm_of_interrupts_leaves_nothing_leased(interrupts):
     ):
         uses, chance = Uses(channel, reader), random.Random(interrupts)
         uses.publish()
-        ways = (uses.write, uses.lease, uses.drop, uses.load, uses.follow, uses.follow_within)
+        ways = (uses.write, uses.lease, uses.drop, uses.hold, uses.load, uses.follow)
+        ways += (uses.follow_within,)
 
         def call() -> None:
             uses.publish()
@@ -104,7 +110,7 @@ def test_a_storm_of_interrupts_leaves_nothing_leased(interrupts):
 
         def check() -> None:
             assert channel.readers()[0].leased == () and not uses.follower.is_running
-            assert channel._end.writer() == 0
+            assert not channel._end.writing()
             version = uses.publish()
             with reader.lease() as lease:
                 assert workers.version_in(lease.weights) == lease.version == version
@@ -125,7 +131,8 @@ def test_an_error_that_is_kept_keeps_neither_a_lease_nor_a_slot():
         uses.publish()
 
         def fails() -> None:
-            with reader.lease(), uses.follower.call(), channel.writing():
+            held = _host.Held(None, reader.lease())
+            with reader.lease(), held, uses.follower.call(), channel.writing():
                 raise KeyboardInterrupt
 
         for call in (fails, lambda: channel.publish(workers.weights_of(1, 64), 1)):

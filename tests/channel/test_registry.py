@@ -22,25 +22,18 @@ def killed_reader(channel: WeightChannel) -> int:
     return child.pid
 
 
-def test_a_death_is_told_of_after_others_have_taken_the_entry():
-    with WeightChannel.create(workers.weights_of(0), max_readers=1) as channel:
+def test_each_death_is_told_of_once_unless_its_entry_is_needed():
+    with WeightChannel.create(workers.weights_of(0), max_readers=2) as channel:
         publish(channel)
-        dead = killed_reader(channel)
-        with channel.handle.open() as reader:
+        first = killed_reader(channel)
+        with channel.handle.open() as reader:  # in the entry that nobody has had
             reader.lease().release()
-            told = [(r.pid, r.alive) for r in channel.readers()]
-            assert told == [(dead, False), (os.getpid(), True)]
+            told = [(r.pid, r.alive, r.leased) for r in channel.readers()]
+            assert told == [(first, False, ()), (os.getpid(), True, ())]
             assert [r.pid for r in channel.readers()] == [os.getpid()]
         assert channel.readers() == []
-        dead = [killed_reader(channel), killed_reader(channel)]
-        channel.handle.open().close()
-        assert {r.pid for r in channel.readers() if not r.alive} == {dead[1]}
-
-
-def test_two_deaths_in_one_entry_are_both_told_of():
-    with WeightChannel.create(workers.weights_of(0), max_readers=1) as channel:
-        publish(channel)
-        dead = [killed_reader(channel), killed_reader(channel)]
-        told = [(r.pid, r.alive, r.leased) for r in channel.readers()]
-        assert told == [(pid, False, ()) for pid in dead]
+        dead = [killed_reader(channel) for _ in range(2)]
+        with channel.handle.open():
+            told = [(r.pid, r.alive) for r in channel.readers()]
+            assert told == [(os.getpid(), True), (dead[1], False)]
         assert channel.readers() == []

@@ -51,11 +51,6 @@ class WeightHandle:
         """
         try:
             end = _host.Reader(self.pid, self.fd, self.session)
-        except OverflowError as error:
-            raise RuntimeError(
-                f"max_readers: expected fewer than {error} open readers, got all; close some, or "
-                "create the channel with more"
-            ) from None
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"handle: expected a running publisher with pid {self.pid}, with its channel open, "
@@ -99,13 +94,18 @@ class Lease(_host.Lease):
         return self._tensors().views
 
     def _tensors(self) -> _SlotTensors:
-        self.reader.require_open()
+        reader, slot = self.reader, self.slot  # read before another thread releases it
+        reader.require_open()
         if not self.held:
             raise RuntimeError(
                 f"lease: expected one that is held, got version {self.version} after its release; "
                 "compute inside the with block, or clone what has to last"
             )
-        return self.reader._tensors(self.slot)
+        known = reader._slots.get(slot)
+        # Pickling a view for another process moves its storage into other shared memory.
+        if known is None or known.flat.data_ptr() != known.address:
+            known = reader._slots[slot] = _SlotTensors(reader.memory.slot(slot), reader.layout)
+        return known
 
     def share(self) -> Lease:
         """Another lease of the same version, which is released by itself."""
@@ -131,7 +131,9 @@ class Lease(_host.Lease):
             flat = self.reader.memory.slot(self.slot, self.share())
             with torch.inference_mode(False):
                 target.alias(self.views, flat)
-            self.reader._note_kept(flat, target)
+            kept = weakref.ref(flat.untyped_storage()), [*map(weakref.ref, target.parameters)]
+            with self.reader._lock:
+                self.reader._kept = [kept, *(k for k in self.reader._kept if k[0]() is not None)]
 
 
 class _SlotTensors:
@@ -211,14 +213,11 @@ class WeightReader:
             if ended is None and remaining > 0:
                 self._end.wait(version, min(remaining, SLICE_S))
             elif (newest := self._end.version()) < version:
-                error, remedy = TimeoutError, "call publish() there, or raise timeout"
-                if ended is not None:
-                    error = RuntimeError
-                    remedy = "what was published can still be leased: open a new channel for more"
-                raise error(
+                raise (TimeoutError if ended is None else RuntimeError)(
                     f"version: expected {version} or later within {limit} s, "
                     f"got {'none' if newest < 0 else newest}, and the publisher "
-                    f"(pid {self._end.publisher_pid()}) {ended or 'runs'}; {remedy}"
+                    f"(pid {self._end.publisher_pid()}) {ended or 'runs'}; call publish() there or "
+                    "raise timeout, or open the handle of a new channel where it has ended"
                 )
         return newest
 
@@ -237,33 +236,13 @@ class WeightReader:
         self.require_open()
         if isinstance(self.memory, CudaMemory):
             self.memory.refuse_capture()
-        limit = self._timeout if timeout is None else seconds("timeout", timeout)
-        deadline = time.monotonic() + limit
-        newest = self.wait_for(0 if min_version is None else min_version, limit)
+        self.wait_for(0 if min_version is None else min_version, timeout)
         while not (lease := Lease(self._end)).held:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"timeout: expected to hold a version within {limit} s, got a publisher (pid "
-                    f"{self._end.publisher_pid()}) that writes them faster, {newest} and later; "
-                    "publish less often, or create the channel with more slots"
-                )
+            pass  # the publisher has published another meanwhile
         lease.reader = self
         if isinstance(self.memory, CudaMemory):
             lease.before_release = self.memory.give_back
         return lease
-
-    def _tensors(self, slot: int) -> _SlotTensors:
-        known = self._slots.get(slot)
-        # Pickling a view for another process moves its storage into other shared memory.
-        if known is None or known.flat.data_ptr() != known.address:
-            known = self._slots[slot] = _SlotTensors(self.memory.slot(slot), self.layout)
-        return known
-
-    def _note_kept(self, flat: Tensor, target: Target) -> None:
-        with self._lock:
-            parameters = list(map(weakref.ref, target.parameters))
-            self._kept = [kept for kept in self._kept if kept[0]() is not None]
-            self._kept.append((weakref.ref(flat.untyped_storage()), parameters))
 
     def load_into(
         self,
@@ -276,11 +255,10 @@ class WeightReader:
         """Load the newest version into a module, and return its number.
 
         With ``"alias"`` the parameters point to the channel's memory, without a copy, and no longer
-        require gradients. The version is held until the next one is loaded. On a GPU, load the next
-        one on a stream that waits for those that compute with this one. On the CPU that memory
-        is read-only: a process that writes to a parameter ends with SIGSEGV, and faulthandler,
-        which every reader enables, shows the line that wrote. Buffers are copied, because a
-        forward pass may write to them.
+        require gradients; buffers are copied, because a forward pass may write to them. The version
+        is held until the next one is loaded: on a GPU, load that on a stream that waits for those
+        that compute with this one. On the CPU that memory is read-only: a process that writes to a
+        parameter ends with SIGSEGV, and faulthandler, which every reader enables, shows the line.
         With ``"copy"`` the version is copied into the module's own memory, which keeps its
         addresses (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
 
@@ -291,8 +269,7 @@ class WeightReader:
             module: a module with the names and shapes that the channel was created with; in alias
                 mode also with its dtypes and device.
             mode: ``"alias"`` or ``"copy"``.
-            min_version: as for :meth:`lease`.
-            timeout: as for :meth:`lease`.
+            min_version, timeout: as for :meth:`lease`.
 
         Raises:
             ValueError: the module does not fit; the message lists the differences, and the module
@@ -301,8 +278,7 @@ class WeightReader:
         """
         self.require_open()
         target = self._targets.get(module)
-        if target is None:
-            target = self._targets[module] = Target(module, self.layout)
+        target = target or self._targets.setdefault(module, Target(module, self.layout))
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:

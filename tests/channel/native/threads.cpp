@@ -95,9 +95,9 @@ void publish(Publisher& publisher) {
 
 void lease(const std::shared_ptr<Reader>& reader) {
   int64_t last = 0;
-  while (reader->publisher() == PublisherState::open) {
+  while (!reader->ended()) {
     reader->wait(last + leases % 2, 0.01);
-    Lease leased(reader, true);
+    Lease leased(reader);
     if (!leased.held()) continue;
     const int slot = leased.slot();
     const char* bytes = reader->slot(slot);
@@ -122,9 +122,8 @@ void lease(const std::shared_ptr<Reader>& reader) {
 int main(int count, char** arguments) {
   if (count > 1) mistake = arguments[1];
   const Geometry geometry{slots, words * sizeof(int64_t), 8, 2};
-  std::unique_ptr<MemoryFile> file = MemoryFile::create("fusedrl-channel");
+  std::unique_ptr<MemoryFile> file = MemoryFile::create();
   while (!file->reserve(geometry.file_bytes())) continue;
-  file->seal();
   Publisher publisher(std::move(file), geometry, session, "{}");
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
@@ -138,10 +137,12 @@ int main(int count, char** arguments) {
   threads.emplace_back([&] {  // readers that come, and go with a lease
     for (bool open = true; open;) {
       const auto reader = std::make_shared<Reader>(getpid(), publisher.fd(), session);
-      Lease leased(reader, false);
-      if (leased.held()) wrong += !holds(reader->slot(leased.slot()), leased.version());
-      open = reader->publisher() == PublisherState::open;
-      leased.forget();
+      auto* leased = new Lease(reader);
+      if (leased->held()) wrong += !holds(reader->slot(leased->slot()), leased->version());
+      open = !reader->ended();
+      std::thread other([&] { delete leased; });  // as a GPU gives it back
+      reader->close();
+      other.join();
     }
   });
   threads.emplace_back([&] { publish(publisher); });
