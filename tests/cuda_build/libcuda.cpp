@@ -103,6 +103,9 @@ FAKE(cuDevicePrimaryCtxRetain, void** retained, int device) {
   *retained = reinterpret_cast<void*>(static_cast<size_t>(device + 10));
   return note("cuDevicePrimaryCtxRetain");
 }
+FAKE(cuDevicePrimaryCtxGetState, int, unsigned* flags, int* active) {
+  return *flags = 0, *active = 1, 0;
+}
 FAKE(cuCtxGetCurrent, void** current) { return *current = &used, 0; }  // of the runtime: one
 FAKE(cuCtxSetCurrent, void* other) { return context = other, 0; }
 FAKE(cuThreadExchangeStreamCaptureMode, int* other) {
