@@ -76,6 +76,8 @@ void in_destructor(const GiveBack& give_back) {
 // Deletes a lease that Python drops.
 struct Dropped {
   void operator()(Lease* lease) const {
+    // Its hook may need a module that is gone; the slot ends with the process.
+    if (dlpack::is_finalizing()) return;
     in_destructor([&] { lease->release(); });
     delete lease;
   }
