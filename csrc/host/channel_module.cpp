@@ -1,12 +1,10 @@
 // The two ends of a weight channel for Python.
 #include "host/channel_module.h"
 
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <system_error>
@@ -100,7 +98,7 @@ class Write {
     if (!slot_ || !end_->is_open()) return;
     const int slot = *std::exchange(slot_, std::nullopt);
     try {
-      if (before_release) before_release();
+      if (!before_release.is_none()) before_release();
     } catch (...) {
       end_->abort();
       throw;
@@ -109,7 +107,7 @@ class Write {
   }
   std::optional<int> slot() const { return slot_; }
 
-  std::function<void()> before_release;
+  py::object before_release = py::none();
   int64_t version = no_version;
 
  private:
@@ -206,8 +204,15 @@ void bind_channel(py::module_& m) {
 
   py::class_<Lease, std::unique_ptr<Lease, Dropped>>(m, "Lease", "A version that is leased.")
       .def(py::init<std::shared_ptr<Reader>>(), py::arg("end"))
-      .def(py::init<const Lease&>(), py::arg("other"))
-      .def_readwrite("before_release", &Lease::before_release)
+      .def(py::init<const Lease&>(), py::kw_only(), py::arg("of"))
+      // Not by pybind11/functional.h, for the reason that without_gil() has.
+      .def_property("before_release", nullptr,
+                    [](Lease& lease, const py::object& call) {
+                      if (call.is_none())
+                        lease.before_release = nullptr;
+                      else
+                        lease.before_release = [call](uintptr_t given) { call(given); };
+                    })
       .def_property_readonly("held", &Lease::held)
       .def_property_readonly("slot", &Lease::slot)
       .def_property_readonly("version", &Lease::version)

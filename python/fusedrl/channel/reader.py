@@ -109,7 +109,7 @@ class Lease(_host.Lease):
 
     def share(self) -> Lease:
         """Another lease of the same version, which is released by itself."""
-        other = Lease(self)
+        other = Lease(of=self)
         other.reader = self.reader
         return other
 
