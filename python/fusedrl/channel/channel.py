@@ -319,7 +319,8 @@ class WeightChannel:
 
         If the block raises, nothing is published. There is one block at a time: another waits for
         its end, in vain if that is the block around it. A child that is forked within a block
-        cannot write: it ends with SIGSEGV if it tries.
+        cannot write: it ends with SIGSEGV if it tries. On a GPU, copy on the stream that is
+        current when the block begins: its end waits for that one.
 
         Args:
             version: as for :meth:`publish`.

@@ -119,8 +119,6 @@ class CudaMemory:
     when the stream that is current at its release has come that far.
     """
 
-    asynchronous = True
-
     def __init__(self, device: int, slots: list[_Slot], manifest: dict[str, Any]) -> None:
         self._driver, self._device, self._slots, self.manifest = _DRIVER, device, slots, manifest
         # As torch names it, with the index, so that it compares equal to the device of parameters.
