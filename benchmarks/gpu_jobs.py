@@ -279,7 +279,8 @@ def publish(device: str, tiny: bool = False) -> dict[str, Any]:
     target = torch.empty_like(source)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times: dict[str, list[float]] = {"copy": [], "publish": [], "computed": []}
-    with channels.WeightChannel.create(weights) as channel:
+    times["release"] = []  # until the slot of a lease is free, on a stream without work
+    with channels.WeightChannel.create(weights) as channel, channel.handle.open() as here:
         channel.publish(weights)
         reader = workers.Worker(_read, channel.handle)
         reader.answer()
@@ -294,6 +295,11 @@ def publish(device: str, tiny: bool = False) -> dict[str, Any]:
             times["computed"].append(time.perf_counter() - start)
             if version != channel.version:
                 raise ValueError(f"expected version {channel.version}, got {version}")
+            lease = here.lease()
+            start = time.perf_counter()
+            lease.release()
+            wait()
+            times["release"].append(time.perf_counter() - start)
         reader.close()
     medians = {f"{name}_ms": 1e3 * statistics.median(some[3:]) for name, some in times.items()}
     return {"bytes": source.nbytes, **medians}

@@ -122,10 +122,10 @@ import pytest
 import torch
 
 torch.version.cuda = "13.0"
-from fusedrl import _host, native
+from fusedrl import native
 
 if {driver!r} != "as it is":
-    _host.CudaDriver.version = lambda self: {driver!r}
+    native._driver_version = lambda: {driver!r}
 find = native.find
 native.find = lambda name: None if name == "_C_cuda" and not {has_library} else find(name)
 from fusedrl import token_log_probs
@@ -176,7 +176,7 @@ def gpus(monkeypatch, fresh_load):
         monkeypatch.setattr(native, "find", lambda name: Path(__file__))
         monkeypatch.setattr(torch.version, "cuda", "12.6")
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-        monkeypatch.setattr(_host.CudaDriver, "version", lambda self: driver)
+        monkeypatch.setattr(native, "_driver_version", lambda: driver)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
 

@@ -74,6 +74,8 @@ void in_destructor(const GiveBack& give_back) {
 // Deletes a lease that Python drops.
 struct Dropped {
   void operator()(Lease* lease) const {
+    // Its hook may need a module that is gone; the slot ends with the process.
+    if (dlpack::is_finalizing()) return;
     in_destructor([&] { lease->release(); });
     delete lease;
   }
@@ -82,7 +84,7 @@ struct Dropped {
 // A slot that is being written, to be published as `version`, or given up, at the latest when this
 // is destroyed. In a forked child it owns nothing.
 //
-// `before_release` is called with the slot before either. Nothing is published if it raises.
+// `before_release` is called before either. Nothing is published if it raises.
 class Write {
  public:
   explicit Write(std::shared_ptr<Publisher> end) : end_(std::move(end)), slot_(end_->try_begin()) {}
@@ -96,7 +98,7 @@ class Write {
     if (!slot_ || !end_->is_open()) return;
     const int slot = *std::exchange(slot_, std::nullopt);
     try {
-      if (!before_release.is_none()) before_release(slot);
+      if (!before_release.is_none()) before_release();
     } catch (...) {
       end_->abort();
       throw;
@@ -127,6 +129,11 @@ py::capsule slot_tensor(const End& end, int slot, uint64_t bytes, py::object lea
   auto owner = std::make_shared<Owner>(end.slots(), dlpack::keep_alive(std::move(lease)));
   return dlpack::uint8_tensor(end.slot(slot), static_cast<int64_t>(bytes), {dlpack::kCpu, 0},
                               std::move(owner));
+}
+
+py::capsule device_tensor(int device, uintptr_t address, int64_t bytes, py::object owner) {
+  return dlpack::uint8_tensor(reinterpret_cast<void*>(address), bytes, {dlpack::kCuda, device},
+                              dlpack::keep_alive(std::move(owner)));
 }
 
 // (target, source, elements, bytes of an element, float32 to bfloat16) for each piece.
@@ -161,6 +168,7 @@ void bind_channel(py::module_& m) {
       .def("version", &Publisher::version, "The published version, -1 before the first.")
       .def("writing", &Publisher::writing, "Whether a slot is being written.")
       .def("fd", &Publisher::fd)
+      .def("slot_count", &Publisher::slot_count)
       .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"),
            py::arg("lease"))
       .def("readers", &Publisher::readers, py::arg("forget_dead"),
@@ -190,7 +198,6 @@ void bind_channel(py::module_& m) {
       .def("manifest", [](const Reader& reader) { return py::bytes(reader.manifest()); })
       .def("require_open", &Reader::require_open)
       .def("is_open", &Reader::is_open)
-      .def("slot_count", [](const Reader& reader) { return reader.geometry().slots; })
       .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"), py::arg("lease"))
       .def("leases", &Reader::leases, "Whether a slot is leased.")
       .def("close", &Reader::close);
@@ -233,6 +240,9 @@ void bind_channel(py::module_& m) {
       .def("__enter__", [](const Held& held) { return held.value; })
       .def("__exit__", [](Held& held, const py::args&) { held.things = py::none(); });
 
+  m.def("device_tensor", &device_tensor, py::arg("device"), py::arg("address"), py::arg("bytes"),
+        py::arg("owner"),
+        "A DLPack capsule of flat memory of a GPU; tensors over it keep the owner.");
   m.def("copy_pieces", &copy_pieces, py::arg("pieces"), py::arg("threads"),
         "Copy memory, each piece (target, source, elements, bytes of one, float32 to bfloat16).");
   m.def("channel_steps",

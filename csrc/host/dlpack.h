@@ -49,6 +49,14 @@ struct ManagedTensor {
   void (*deleter)(ManagedTensor*);
 };
 
+inline bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
 // A Python object that C++ may drop on any thread, with or without the GIL. It is leaked if the
 // interpreter is ending, when the GIL must not be waited for.
 inline std::shared_ptr<void> keep_alive(pybind11::object object) {
@@ -59,11 +67,7 @@ inline std::shared_ptr<void> keep_alive(pybind11::object object) {
               Py_DECREF(python);
               return;
             }
-#if PY_VERSION_HEX >= 0x030d0000
-            if (Py_IsFinalizing()) return;
-#else
-            if (_Py_IsFinalizing()) return;
-#endif
+            if (is_finalizing()) return;
             PyGILState_STATE state = PyGILState_Ensure();
             Py_DECREF(python);
             PyGILState_Release(state);

@@ -1,10 +1,9 @@
-// Bindings that need no torch: the weight channel, the CUDA driver, the level of this CPU, and what
-// the binaries were built for.
+// Bindings that need no torch: the weight channel, the level of this CPU, and what the binaries
+// were built for.
 #include <pybind11/pybind11.h>
 
 #include "common/cpu_level.h"
 #include "host/channel_module.h"
-#include "host/cuda_module.h"
 #include "host/tensordicts.h"
 #include "host/token_kl.h"
 
@@ -52,7 +51,7 @@ py::list cpu_levels() {
 }  // namespace
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Torch-free bindings: the weight channel, the CUDA driver, CPU features, build facts.";
+  m.doc() = "Torch-free bindings: the weight channel, CPU features, build facts.";
   m.def("build_info", &build_info, "What the binaries were built for, as a dict of strings.");
   m.def("cpu_features", &cpu_features, "Vector instruction sets of this CPU, by name.");
   m.def(
@@ -64,6 +63,5 @@ PYBIND11_MODULE(_host, m) {
   fusedrl::bind_token_kl(m);
 #if defined(FUSEDRL_CHANNEL)
   fusedrl::bind_channel(m);
-  fusedrl::bind_cuda(m);
 #endif
 }

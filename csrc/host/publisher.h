@@ -36,6 +36,7 @@ class Publisher {
   int fd() const { return file_->fd(); }
   bool is_open() const { return file_->is_open(); }
   std::shared_ptr<Mapping> slots() const { return slots_; }
+  uint64_t slot_count() const { return geometry_.slots; }
   char* slot(int index) const { return slots_->data() + index * geometry_.slot_bytes; }
 
   // The readers that are open, and those that died and were not forgotten since, unless another

@@ -8,6 +8,7 @@ raised by the first call that needs it.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import platform
 import re
@@ -103,13 +104,26 @@ def _load(name: str) -> str | None:
     return None
 
 
+def _driver_version() -> int | None:
+    """1000 times the major version of CUDA that the driver runs and 10 times the minor one.
+
+    It asks for no device and initialises nothing, so that a process that has asked may still fork.
+    """
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (AttributeError, OSError):  # an incomplete driver, or none
+        return None
+    return version.value or None
+
+
 def _driver_error() -> str | None:
     """Why the driver does not run a binary of our compiler, whose runtime is in ``_C_cuda``.
 
     A driver for CUDA n.0 runs all of CUDA n. Torch brings a runtime of its own, which may be older.
     A version that is not known is no reason: without a driver there is no GPU to serve.
     """
-    if (host := _host_library()) is None or (version := host.CudaDriver().version()) is None:
+    if (host := _host_library()) is None or (version := _driver_version()) is None:
         return None
     compiler = host.build_info()["cuda_compiler"].partition(".")[0]
     major, rest = divmod(version, 1000)

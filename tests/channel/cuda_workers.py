@@ -7,19 +7,15 @@ import time
 import torch
 from channel.fake_driver import FakeDriver
 
-from fusedrl.channel import cuda
-from fusedrl.channel.cuda import CudaMemory
+from fusedrl.channel import WeightChannel, cuda
 
 
 def publish_and_wait(pipe, nbytes):
     """Publish a slot of sevens, and live until told otherwise."""
-    driver = FakeDriver()
-    memory = CudaMemory.create("cuda:0", 1, nbytes, driver=driver)
-    memory.before_write(0)
+    cuda._DRIVER = FakeDriver()
+    memory = cuda.CudaMemory.create(torch.device("cuda:0"), 1, nbytes)
     memory.slot(0).fill_(7)
-    memory.after_write(0)
-    driver.drain()
-    pipe.send(memory.manifest())
+    pipe.send(memory.manifest)
     pipe.recv()
 
 
@@ -38,9 +34,23 @@ def lease_many(pipe, handle, devices, rounds):
                     driver.copy(*bytes_of, seconds=0.002)
                 seen.append((lease.version, copies))
             time.sleep(0.01)
-        driver.drain()
+        driver.synchronize(0)
         values = [
             (version, sorted({x for t in copies.values() for x in t.tolist()}))
             for version, copies in seen
         ]
-    pipe.send((values, driver.violations, driver.calls["open"]))
+    pipe.send((values, driver.violations, driver.calls["cuIpcOpenMemHandle_v2"]))
+
+
+def publish_slowly(pipe, weights):
+    """Publish weights, and begin to publish others in a second."""
+    cuda._DRIVER = driver = FakeDriver()
+    with WeightChannel.create(weights, device="cuda:0") as channel:
+        channel.publish()
+        pipe.send(channel.handle)
+        pipe.recv()
+        with channel.writing() as writing:
+            sources = [torch.full_like(view, 2) for view in writing.views]
+            for view, source in zip(writing.views, sources, strict=True):
+                driver.copy(view.view(torch.uint8), source.view(torch.uint8), 1.0)
+            pipe.send("copying")

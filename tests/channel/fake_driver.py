@@ -1,13 +1,12 @@
 """A CUDA driver whose device memory is memory of the host, and whose streams are threads.
 
-It keeps the order of what is launched on a stream, and no other: what the code under test does not
-order by events runs in whatever order the delays give. Memory that was closed holds ``POISON``.
+It keeps the order of what is launched on a stream, and no other: the rest runs in whatever order
+the delays give. Memory that was closed holds ``POISON``.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import mmap
 import os
 import queue
@@ -17,11 +16,11 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 POISON = 0xDD
@@ -42,109 +41,87 @@ class FakeDriver:
 
     def __init__(self, devices=("gpu-a", "gpu-b")):
         self.devices = list(devices)
+        self.room = 1 << 40  # bytes that can be allocated
         self.calls = Counter()
         self.violations: list[str] = []
         self.is_capturing = False
         self._files: dict[int, tuple[int, bytes, int, str]] = {}  # fd, name, size, UUID by address
         self._opened: dict[bytes, list[int]] = {}  # handle: address, count
-        self._events: dict[int, ctypes.Array] = {}  # recorded, done
-        self._numbers = itertools.count(1)
         self._streams: dict[int, queue.SimpleQueue] = {}
         self._busy: list[tuple[int, int]] = []  # what launched copies touch
         self._local = threading.local()
 
-    # What the driver has.
+    # What CUDA's driver has.
 
-    def version(self):
-        return 13000
+    def call(self, device, name, *arguments):
+        self.calls[name] += 1
+        getattr(self, name)(device, *arguments)
 
-    def device_count(self):
-        return len(self.devices)
+    def cuMemAlloc_v2(self, device, address, nbytes):
+        if nbytes.value > self.room:
+            raise RuntimeError("fake driver: out of memory")
+        self.room -= nbytes.value
+        name = secrets.token_hex(8).encode()
+        fd = os.memfd_create(name.decode())
+        os.ftruncate(fd, nbytes.value)
+        address._obj.value = _map(None, nbytes.value, mmap.MAP_SHARED, fd)
+        self._files[address._obj.value] = fd, name, nbytes.value, self.devices[device]
 
-    def uuid(self, device):
-        return self.devices[device]
-
-    def allocate(self, device, nbytes):
-        self.calls["allocate"] += 1
-        return self._new_file(nbytes, self.devices[device])
-
-    def free(self, device, address):
-        self.calls["free"] += 1
-        fd, _, size, uuid = self._files.pop(address)
+    def cuMemFree_v2(self, device, address):
+        fd, _, size, uuid = self._files.pop(address.value)
         assert uuid == self.devices[device]
+        self.room += size
         os.close(fd)
-        self._unmap(address, size)
+        self._unmap(address.value, size)
 
-    def export_memory(self, device, address):
-        fd, name, size, uuid = self._files[address]
+    def cuIpcGetMemHandle(self, device, handle, address):
+        fd, name, size, uuid = self._files[address.value]
         assert uuid == self.devices[device]
-        return _HANDLE.pack(os.getpid(), fd, size, name)
+        exported = _HANDLE.pack(os.getpid(), fd, size, name)
+        ctypes.memmove(ctypes.addressof(handle._obj), exported, len(exported))
 
-    def open_memory(self, device, handle):
-        self.calls["open"] += 1
-        if handle in self._opened:
-            self._opened[handle][1] += 1
-            return self._opened[handle][0]
-        address, _ = self._map_other(handle)
-        self._opened[handle] = [address, 1]
-        return address
+    def cuIpcOpenMemHandle_v2(self, device, address, handle, flags):
+        assert flags == 1
+        exported = bytes(handle)
+        if exported not in self._opened:
+            self._opened[exported] = [self._map_other(exported), 0]
+        self._opened[exported][1] += 1
+        address._obj.value = self._opened[exported][0]
 
-    def close_memory(self, device, address):
-        self.calls["close"] += 1
-        (handle,) = [each for each, (known, _) in self._opened.items() if known == address]
+    def cuIpcCloseMemHandle(self, device, address):
+        [handle] = [h for h, (known, _) in self._opened.items() if known == address.value]
         self._opened[handle][1] -= 1
         if not self._opened[handle][1]:
             del self._opened[handle]
-            self._unmap(address, _HANDLE.unpack(handle)[2])
+            self._unmap(address.value, _HANDLE.unpack(handle)[2])
 
-    def create_event(self, device, interprocess):
-        self.calls["create_event"] += 1
-        return self._new_event(self._new_file(16, self.devices[device]))
-
-    def export_event(self, device, event):
-        return self.export_memory(device, ctypes.addressof(self._events[event]))
-
-    def open_event(self, device, handle):
-        self.calls["open_event"] += 1
-        return self._new_event(self._map_other(handle)[0])
-
-    def destroy_event(self, device, event):
-        self.calls["destroy_event"] += 1
-        address = ctypes.addressof(self._events.pop(event))
-        if address in self._files:
-            os.close(self._files.pop(address)[0])
-
-    def record_event(self, device, event, stream):
-        state = self._events[event]
-        state[0] += 1
-        self._launch(stream, lambda number=state[0]: state.__setitem__(1, number))
-
-    def stream_wait_event(self, device, stream, event):
-        state = self._events[event]
-        number = state[0]  # of the last record so far: later ones are not waited for
-
-        def wait():
-            while state[1] < number:
-                time.sleep(0.001)
-
-        self._launch(stream, wait)
-
-    def event_done(self, device, event):
-        recorded, done = self._events[event]
-        return done >= recorded
-
-    def capturing(self, device, stream):
-        return self.is_capturing
-
-    def tensor(self, address, nbytes, device, owner):
-        buffer = (ctypes.c_uint8 * max(nbytes, 1)).from_address(address)
-        buffer.owner = owner
-        return dlpack.to_dlpack(torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes])
+    def cuLaunchHostFunc(self, device, stream, function, argument):
+        run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
+        self._launch(stream.value or DEFAULT_STREAM, lambda: run(argument.value))
 
     # What torch has.
 
+    def uuids(self):
+        return self.devices
+
+    def tensor(self, device, address, nbytes, owner):
+        buffer = (ctypes.c_uint8 * max(nbytes, 1)).from_address(address)
+        buffer.owner = owner
+        return torch.frombuffer(buffer, dtype=torch.uint8)[:nbytes]
+
     def current_stream(self, device):
         return getattr(self._local, "stream", DEFAULT_STREAM)
+
+    def waiting(self, device):
+        return partial(self._wait, self.current_stream(device))
+
+    def synchronize(self, device):
+        for stream in tuple(self._streams):
+            if stream != getattr(self._local, "runs", None):  # which has dropped a slot
+                self._wait(stream)
+
+    def capturing(self, device):
+        return self.is_capturing
 
     @contextmanager
     def stream(self, stream):
@@ -155,17 +132,21 @@ class FakeDriver:
             self._local.stream = before
 
     def copy(self, to: Tensor, source: Tensor, seconds=0.0):
-        """Launch a copy on the current stream: its first half, a delay, its second half."""
-        span = to.data_ptr(), source.data_ptr()
-        self._busy.extend((each, each + to.numel()) for each in span)
+        """Launch a copy of bytes on the current stream: one half, a delay, the other half.
+
+        As on a GPU, it keeps no tensor alive.
+        """
+        nbytes, at = to.numel(), (to.data_ptr(), source.data_ptr())
+        spans = [(each, each + nbytes) for each in at]
+        self._busy.extend(spans)
 
         def work():
-            half = to.numel() // 2
-            to[:half].copy_(source[:half])
+            half = nbytes // 2
+            ctypes.memmove(*at, half)
             time.sleep(seconds)
-            to[half:].copy_(source[half:])
-            for each in span:
-                self._busy.remove((each, each + to.numel()))
+            ctypes.memmove(*(each + half for each in at), nbytes - half)
+            for span in spans:
+                self._busy.remove(span)
 
         self._launch(self.current_stream(0), work)
 
@@ -175,37 +156,25 @@ class FakeDriver:
 
     # What a test asks.
 
-    def drain(self):
-        """Wait for all that was launched; only tests may."""
-        for stream in tuple(self._streams):
-            done = threading.Event()
-            self._launch(stream, done.set)
-            assert done.wait(30), f"stream {stream} never ends"
-
     def balance(self):
-        """What was allocated, opened or created and not given back."""
-        calls = self.calls
-        created = calls["create_event"] + calls["open_event"] - calls["destroy_event"]
-        return calls["allocate"] - calls["free"], calls["open"] - calls["close"], created
+        """What was allocated or opened and not given back."""
+        return len(self._files), sum(count for _, count in self._opened.values())
+
+    def _wait(self, stream):
+        done = threading.Event()
+        self._launch(stream, done.set)
+        assert done.wait(30), f"stream {stream} never ends"
 
     def _launch(self, stream, work):
         if stream not in self._streams:
             self._streams[stream] = queue.SimpleQueue()
-            threading.Thread(target=self._run, args=(self._streams[stream],), daemon=True).start()
+            threading.Thread(target=self._run, args=(stream,), daemon=True).start()
         self._streams[stream].put(work)
 
-    @staticmethod
-    def _run(work):
+    def _run(self, stream):
+        self._local.runs = stream
         while True:
-            work.get()()
-
-    def _new_file(self, nbytes, uuid):
-        name = secrets.token_hex(8).encode()
-        fd = os.memfd_create(name.decode())
-        os.ftruncate(fd, nbytes)
-        address = _map(None, nbytes, mmap.MAP_SHARED, fd)
-        self._files[address] = fd, name, nbytes, uuid
-        return address
+            self._streams[stream].get()()
 
     def _map_other(self, handle):
         pid, fd, size, name = _HANDLE.unpack(handle)
@@ -219,7 +188,7 @@ class FakeDriver:
         except OSError as error:
             raise RuntimeError(f"fake driver: the export is gone ({error})") from error
         try:
-            return _map(None, size, mmap.MAP_SHARED, other), size
+            return _map(None, size, mmap.MAP_SHARED, other)
         finally:
             os.close(other)
 
@@ -228,11 +197,6 @@ class FakeDriver:
             self.violations.append("memory was given back under a copy that is not done")
         _map(address, size, _PRIVATE | _FIXED | _ANONYMOUS, -1)
         ctypes.memset(address, POISON, size)
-
-    def _new_event(self, address):
-        number = next(self._numbers)
-        self._events[number] = (ctypes.c_uint64 * 2).from_address(address)
-        return number
 
 
 class Launched(TorchDispatchMode):

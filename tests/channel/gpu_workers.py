@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fusedrl.channel import WeightChannel
+
 
 def weights_of(version, numbers, device):
     """Weights that are their version, in every number."""
@@ -52,3 +54,16 @@ def alias(pipe, handle):
         version = reader.load_into(module)
         pipe.send((version, module(x).mean().item(), torch.cuda.memory_allocated() - allocated))
     reader.close()
+
+
+def publish_slowly(pipe, numbers):
+    """Publish a version, and begin to publish another after some seconds of work."""
+    with WeightChannel.create(weights_of(1, numbers, "cuda")) as channel:
+        channel.publish()
+        pipe.send(channel.handle)
+        pipe.recv()
+        other = weights_of(2, numbers, "cuda")
+        with channel.writing() as writing:
+            torch._foreach_copy_(writing.views, [other[name] for name in "abcd"])
+            torch.cuda._sleep(8_000_000_000)
+            pipe.send("copying")

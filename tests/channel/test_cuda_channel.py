@@ -21,7 +21,7 @@ def driver(monkeypatch):
     driver = FakeDriver()
     monkeypatch.setattr(cuda, "_DRIVER", driver)
     yield driver
-    driver.drain()
+    driver.synchronize(0)
     assert driver.violations == []
 
 
@@ -46,17 +46,22 @@ def values(copies):
     return {x for copy in copies.values() for x in copy.tolist()}
 
 
-def test_a_version_that_is_still_being_copied_is_leased_whole(driver):
+def test_a_version_that_is_still_being_copied_is_not_published_yet(driver):
+    during = []
     with (
         WeightChannel.create(weights(0), device="cuda:1") as channel,
         channel.handle.open() as reader,
-        driver.stream(2),
     ):
-        publish(channel, driver, 1, seconds=0.05)
-        with reader.lease() as lease:
+        for version in (1, 2):
+            with driver.stream(1), channel.writing() as writing:
+                sources = [torch.full_like(view, version) for view in writing.views]
+                for view, source in zip(writing.views, sources, strict=True):
+                    driver.copy(view.view(torch.uint8), source.view(torch.uint8), 0.02)
+                driver.launch(lambda: during.append(reader.version))
+        with driver.stream(2), reader.lease() as lease:
             copies = read(lease, driver)
-        driver.drain()
-    assert values(copies) == {1.0}
+    assert during == [None, 1] and lease.version == 2
+    assert values(copies) == {2.0}
 
 
 def test_the_copies_of_a_publish_that_raises_come_before_those_of_the_next(driver):
@@ -64,8 +69,7 @@ def test_the_copies_of_a_publish_that_raises_come_before_those_of_the_next(drive
 
     def write(value: float, seconds: float) -> None:
         with channel.writing() as writing:
-            for view in writing.views:
-                source = torch.full_like(view, value)
+            for view, source in zip(writing.views, sources[value], strict=True):
                 driver.copy(view.view(torch.uint8), source.view(torch.uint8), seconds)
             if value < 0:
                 raise KeyError
@@ -75,14 +79,15 @@ def test_the_copies_of_a_publish_that_raises_come_before_those_of_the_next(drive
         channel.handle.open() as reader,
     ):
         publish(channel, driver, 1)
+        like = channel._views[0]
+        sources = {value: [torch.full_like(x, value) for x in like] for value in (-1.0, 2.0)}
         with pytest.raises(KeyError), driver.stream(3):
             write(-1.0, 0.05)
         with driver.stream(1):
             write(2.0, 0.0)
-        driver.drain()
         with driver.stream(2), reader.lease() as lease:
             copies = read(lease, driver)
-        driver.drain()
+        driver.synchronize(0)
         assert lease.version == 2 and values(copies) == {2.0}
 
 
@@ -97,7 +102,6 @@ def test_a_slot_is_not_written_before_all_threads_that_share_a_call_have_compute
         follower = Follower(reader, policy, "copy")
         with driver.stream(1):
             channel.publish(version=1)
-        driver.drain()
         seen = torch.zeros(32)
         with follower.call():
 
@@ -115,7 +119,6 @@ def test_a_slot_is_not_written_before_all_threads_that_share_a_call_have_compute
         for version in (2, 3):  # 3 needs the slot of 1
             with driver.stream(1):
                 channel.publish(version=version)
-        driver.drain()
         follower.close()
     assert torch.equal(seen, expected)
 
@@ -127,13 +130,58 @@ def test_a_slot_is_not_written_before_the_reader_has_computed_with_it(driver):
         driver.stream(2),
     ):
         publish(channel, driver, 1)
-        driver.drain()
         with reader.lease() as lease:
             copies = read(lease, driver, seconds=0.05)
         for version in (2, 3):  # 3 needs the slot of 1
             publish(channel, driver, version)
-        driver.drain()
     assert values(copies) == {1.0}
+
+
+def test_a_thousand_leases_end_in_the_order_of_their_streams(driver):
+    """And none before its stream has come to it, or the last one too late."""
+    released, ended, gates = [], [], [threading.Event() for _ in range(4)]
+    run = driver.cuLaunchHostFunc
+
+    def launched(device, stream, function, lease):
+        released.append((stream.value, lease.value))
+        run(device, stream, function, lease)
+        driver.launch(lambda: ended.append((stream.value, lease.value)))
+
+    driver.cuLaunchHostFunc = launched
+    with (
+        WeightChannel.create(weights(0), device="cuda:0") as channel,
+        channel.handle.open() as reader,
+    ):
+        publish(channel, driver, 1)
+        for stream, gate in enumerate(gates, start=2):
+            with driver.stream(stream):
+                driver.launch(gate.wait)
+        for i in range(1000):
+            with driver.stream(2 + i % 4), reader.lease():
+                pass
+        for gate in gates:
+            assert channel.readers()[0].leased == (1,)
+            gate.set()
+        driver.synchronize(0)
+        assert channel.readers()[0].leased == ()
+    assert len(set(released)) == len(ended) == 1000
+    for stream in range(2, 6):
+        assert [e for e in ended if e[0] == stream] == [r for r in released if r[0] == stream]
+
+
+def test_a_reader_closes_after_the_work_under_its_leases(driver):
+    with (
+        WeightChannel.create(weights(0), device="cuda:0", slots=2) as channel,
+        channel.handle.open() as reader,
+    ):
+        publish(channel, driver, 1)
+        with driver.stream(2):
+            lease = reader.lease()
+            copies = read(lease, driver, seconds=0.05)
+        reader.close()
+        assert values(copies) == {1.0} and not lease.held
+        lease.release()
+    assert driver.calls["cuLaunchHostFunc"] == 0
 
 
 @pytest.mark.heavy
@@ -176,3 +224,35 @@ def test_no_lease_begins_while_a_graph_is_captured(driver):
             publish(channel, driver, version)
         with reader.lease() as lease:
             assert lease.version == 4
+
+
+def test_a_lease_that_ends_in_a_capture_stays_until_its_reader_closes(driver):
+    with WeightChannel.create(weights(0), device="cuda:0", timeout=0.2) as channel:
+        publish(channel, driver, 1)
+        with channel.handle.open() as reader:
+            lease = reader.lease()
+            driver.is_capturing = True
+            with pytest.raises(RuntimeError, match="CUDA graph"):
+                lease.release()
+            driver.is_capturing = False
+            lease.release()
+            assert channel.readers()[0].leased == (1,)
+        assert channel.readers() == []
+    assert driver.calls["cuLaunchHostFunc"] == 0
+
+
+@pytest.mark.heavy
+def test_a_publisher_that_is_killed_in_a_copy_leaves_the_former_version(driver):
+    ours, theirs = processes.Pipe()
+    child = processes.Process(target=cuda_workers.publish_slowly, args=(theirs, weights(1)))
+    child.start()
+    with ours.recv().open() as reader:
+        ours.send("copy")
+        assert ours.recv() == "copying"
+        child.kill()
+        child.join()
+        with driver.stream(2), reader.lease() as lease:
+            copies = read(lease, driver)
+        with pytest.raises(RuntimeError, match="is dead"):
+            reader.wait_for(2)
+    assert lease.version == 1 and values(copies) == {1.0}

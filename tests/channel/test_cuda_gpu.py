@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from contextlib import contextmanager, suppress
 
@@ -11,7 +12,7 @@ import torch
 from channel import gpu_workers as workers
 from torch import nn
 
-from fusedrl.channel import WeightChannel, cuda
+from fusedrl.channel import WeightChannel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,16 +42,6 @@ def process(run, *arguments):
         child.join()
 
 
-@pytest.fixture
-def _no_wait_for_the_device(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("waited for the device")
-
-    for name in ("synchronize", "Stream.synchronize", "Event.synchronize"):
-        monkeypatch.setattr(f"torch.cuda.{name}", refuse)
-
-
-@pytest.mark.usefixtures("_no_wait_for_the_device")
 def test_another_process_sees_whole_versions_while_they_are_overwritten():
     rounds = 200
     with WeightChannel.create(workers.weights_of(0, NUMBERS, "cuda")) as channel:
@@ -92,7 +83,6 @@ def test_closed_channels_give_their_memory_back():
                 total = lease.weights["a"].sum().item()
         del channel, reader, lease
         assert total == NUMBERS
-    cuda._wait_for_dropped_memory()
     assert before - torch.cuda.mem_get_info()[0] <= 8 << 20
 
 
@@ -120,33 +110,99 @@ def test_alias_gives_a_module_each_version_without_a_copy():
             pipe.send(None)
 
 
-def test_no_lease_is_taken_while_a_graph_is_captured():
+@pytest.fixture
+def small():
+    """A channel of small weights, with its first version, and a reader."""
     weights = workers.weights_of(1, 1 << 16, "cuda")
     with WeightChannel.create(weights) as channel, channel.handle.open() as reader:
         channel.publish()
-        graph = torch.cuda.CUDAGraph()
-        x = torch.ones(4, device="cuda")
-        with torch.cuda.graph(graph):
-            y = x + 1
-            with pytest.raises(RuntimeError, match="CUDA graph"):
-                reader.lease()
-        graph.replay()
+        yield channel, reader
+
+
+def test_a_version_is_published_when_its_copies_are_done_and_waits_for_no_other_stream(small):
+    channel, reader = small
+    done, other = torch.cuda.Event(), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(8_000_000_000)  # seconds
+
+    def publish():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(400_000_000)
+            done.record()
+            channel.publish()
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    while reader.version == 1:
+        time.sleep(0.001)
+    assert done.query()
+    thread.join()
+    assert not other.query()
+
+
+def test_a_thousand_leases_on_several_streams_are_all_given_back(small):
+    channel, reader = small
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    gate = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    gate.record()
+    for i in range(1000):
+        with torch.cuda.stream(streams[i % 4]):
+            if i < 4:
+                gate.wait()
+            with reader.lease() as lease:
+                lease.weights["a"].sum()
+    assert channel.readers()[0].leased == (1,) or gate.query()
+    torch.cuda.synchronize()
+    assert channel.readers()[0].leased == ()
+
+
+def test_a_publisher_that_is_killed_in_a_copy_leaves_the_former_version():
+    """Also where nobody else has the memory than the reader that had opened it."""
+    with (
+        process(workers.publish_slowly, NUMBERS) as (child, pipe, hear),
+        hear().open() as reader,
+    ):
+        pipe.send("copy")
+        assert hear() == "copying"
+        child.kill()
+        child.join()
         with reader.lease() as lease:
             assert lease.version == 1
-        assert y.tolist() == [2.0] * 4
+            assert workers.extremes(lease.weights).unique().tolist() == [1.0]
 
 
-def test_a_poll_on_another_thread_does_not_invalidate_a_capture():
-    weights = workers.weights_of(1, 1 << 16, "cuda")
-    with WeightChannel.create(weights) as channel, channel.handle.open() as reader:
-        channel.publish()
-        x = torch.ones(4, device="cuda")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()), reader.lease():
-            torch.cuda._sleep(400_000_000)  # its release is polled during the capture
-        with torch.cuda.graph(graph):
-            for _ in range(100):
-                x = x + 1
-                time.sleep(0.001)
-        graph.replay()
-        assert x.tolist() == [101.0] * 4
+def test_no_lease_is_taken_or_ends_while_a_graph_is_captured(small):
+    channel, reader = small
+    graph, x, held = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda"), reader.lease()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        with pytest.raises(RuntimeError, match="CUDA graph"):
+            reader.lease()
+        with pytest.raises(RuntimeError, match="CUDA graph"):
+            held.release()
+    graph.replay()
+    with reader.lease() as lease:
+        assert lease.version == 1
+    assert y.tolist() == [2.0] * 4
+    assert channel.readers()[0].leased == (1,)
+    reader.close()
+    assert channel.readers() == []
+
+
+def test_another_threads_channel_does_not_invalidate_a_capture(small):
+    x, graph, made = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph(), []
+
+    def create_and_lease():
+        with small[1].lease():
+            pass
+        made.append(WeightChannel.create({"a": x}))
+
+    with torch.cuda.graph(graph):
+        y = x + 1
+        thread = threading.Thread(target=create_and_lease)
+        thread.start()
+        thread.join()
+    graph.replay()
+    assert y.tolist() == [2.0] * 4
+    made.pop().close()

@@ -2,8 +2,8 @@
 // its handle; streams are done with everything at once.
 //
 // FAKE_CUDA_DRIVER is its version (13000), FAKE_CUDA_DEVICES how many GPUs it has (1). It fails at
-// the function that FAKE_CUDA_FAIL names, with FAKE_CUDA_CODE (1); the stream FAKE_CUDA_CAPTURED is
-// captured from the start; and with FAKE_CUDA_NOTES=1 it notes its calls on stderr.
+// the function that FAKE_CUDA_FAIL names, with FAKE_CUDA_CODE (1), and with FAKE_CUDA_NOTES=1 it
+// notes its calls on stderr.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -24,9 +24,6 @@ using Address = unsigned long long;
 constexpr int kInvalid = 1, kOutOfMemory = 2;
 constexpr size_t kTotal = size_t(80) << 30;
 
-struct Bytes16 {
-  unsigned char bytes[16];
-};
 struct Bytes64 {
   char bytes[64];
 };
@@ -41,7 +38,8 @@ struct Block {
   int fd;  // -1: of another process
 };
 
-thread_local int depth = 0, mode = 0;
+thread_local void* context = nullptr;
+thread_local int mode = 0;
 std::mutex guard;
 std::map<Address, Block>& blocks = *new std::map<Address, Block>;  // torch frees at the very end
 size_t used = 0;
@@ -53,12 +51,12 @@ int number(const char* name, int otherwise) {
 
 int note(const char* name) {
   if (number("FAKE_CUDA_NOTES", 0))
-    std::fprintf(stderr, "%s depth=%d mode=%d\n", name, depth, mode);
+    std::fprintf(stderr, "%s context=%zu mode=%d\n", name, reinterpret_cast<size_t>(context), mode);
   const char* fail = std::getenv("FAKE_CUDA_FAIL");
   return fail && std::string(fail) == name ? number("FAKE_CUDA_CODE", 1) : 0;
 }
 
-void* captured = reinterpret_cast<void*>(static_cast<size_t>(number("FAKE_CUDA_CAPTURED", 0)));
+void* captured = nullptr;
 
 uint64_t file_of(int fd) {
   struct stat status{};
@@ -96,30 +94,20 @@ FAKE(cuDriverGetVersion, int* version) {
   *version = number("FAKE_CUDA_DRIVER", 13000);
   return note("cuDriverGetVersion");
 }
-FAKE(cuGetErrorName, int, const char** name) { return *name = "CUDA_ERROR_FAKE", 0; }
 FAKE(cuGetErrorString, int, const char** text) { return *text = "as asked", 0; }
 FAKE(cuDeviceGetCount, int* count) {
   *count = number("FAKE_CUDA_DEVICES", 1);
   return note("cuDeviceGetCount");
 }
-FAKE(cuDeviceGet, int* device, int index) { return *device = index + 10, note("cuDeviceGet"); }
-FAKE(cuDeviceGetUuid_v2, Bytes16* uuid, int device) {
-  for (int i = 0; i < 16; ++i) uuid->bytes[i] = static_cast<unsigned char>(17 * i);
-  uuid->bytes[15] = static_cast<unsigned char>(device);
-  return note("cuDeviceGetUuid");
-}
-FAKE(cuDevicePrimaryCtxRetain, void** context, int device) {
-  *context = reinterpret_cast<void*>(static_cast<size_t>(device));
+FAKE(cuDevicePrimaryCtxRetain, void** retained, int device) {
+  *retained = reinterpret_cast<void*>(static_cast<size_t>(device + 10));
   return note("cuDevicePrimaryCtxRetain");
 }
-FAKE(cuCtxGetCurrent, void** context) { return *context = &depth, 0; }
-FAKE(cuCtxPushCurrent_v2, void* context) {
-  if (number("FAKE_CUDA_NOTES", 0)) {
-    std::fprintf(stderr, "push %zu\n", reinterpret_cast<size_t>(context));
-  }
-  return ++depth, 0;
+FAKE(cuDevicePrimaryCtxGetState, int, unsigned* flags, int* active) {
+  return *flags = 0, *active = 1, 0;
 }
-FAKE(cuCtxPopCurrent_v2, void**) { return --depth, 0; }
+FAKE(cuCtxGetCurrent, void** current) { return *current = &used, 0; }  // of the runtime: one
+FAKE(cuCtxSetCurrent, void* other) { return context = other, 0; }
 FAKE(cuThreadExchangeStreamCaptureMode, int* other) {
   int before = mode;
   mode = *other;
@@ -192,24 +180,9 @@ FAKE(cuIpcCloseMemHandle, Address address) {
   return note("cuIpcCloseMemHandle");
 }
 
-FAKE(cuEventCreate, void** event, unsigned flags) {
-  *event = reinterpret_cast<void*>(static_cast<size_t>(1000 + flags));
-  return note("cuEventCreate");
-}
-FAKE(cuEventDestroy_v2, void*) { return note("cuEventDestroy"); }
-FAKE(cuIpcGetEventHandle, Bytes64* handle, void* event) {
-  *handle = {};
-  std::memcpy(handle->bytes, &event, 8);
-  return note("cuIpcGetEventHandle");
-}
-FAKE(cuIpcOpenEventHandle, void** event, Bytes64 handle) {
-  std::memcpy(event, handle.bytes, 8);
-  return note("cuIpcOpenEventHandle");
-}
-FAKE(cuEventRecord, void*, void*) { return note("cuEventRecord"); }
-FAKE(cuEventQuery, void*) { return note("cuEventQuery"); }
-FAKE(cuStreamWaitEvent, void*, void*, unsigned flags) {
-  return flags == 0 ? note("cuStreamWaitEvent") : kInvalid;
+FAKE(cuLaunchHostFunc, void*, void (*function)(void*), void* argument) {
+  if (int failed = note("cuLaunchHostFunc")) return failed;
+  return function(argument), 0;
 }
 FAKE(cuStreamBeginCapture_v2, void* stream, int) {
   if (captured != nullptr) return kInvalid;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from cuda_build import workers
 from torch import nn
 
 from fusedrl import LLMCollector, PolicyVersion, WeightChannel
-from fusedrl.channel.cuda import _wait_for_dropped_memory
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -32,6 +32,20 @@ def test_this_process_leases_what_it_published(channel):
                 assert workers.values_of(lease.weights) == [version]
 
 
+def test_a_thread_that_has_not_used_the_device_ends_a_lease(channel):
+    channel.publish(workers.weights_of(1))
+    with channel.handle.open() as reader:
+        thread = threading.Thread(target=reader.lease().release)
+        thread.start()
+        thread.join()
+        assert channel.readers()[0].leased == ()
+        with (
+            pytest.raises(RuntimeError, match="CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            reader.lease()
+
+
 def test_another_process_reads_the_same_memory(channel):
     ours, theirs = SPAWN.Pipe()
     child = SPAWN.Process(target=workers.lease_each, args=(theirs, channel.handle), daemon=True)
@@ -50,20 +64,15 @@ def test_another_process_reads_the_same_memory(channel):
         child.kill()
 
 
-def free_memory():
-    _wait_for_dropped_memory()
-    return torch.cuda.mem_get_info()[0]
-
-
 def test_a_closed_channel_gives_its_memory_back():
-    before = free_memory()
+    before = torch.cuda.mem_get_info()[0]
     with WeightChannel.create(workers.weights_of(0), device="cuda") as channel:
-        assert free_memory() < before
+        assert torch.cuda.mem_get_info()[0] < before
         channel.publish(workers.weights_of(1))
         with channel.handle.open() as reader, reader.lease():
             pass
     del channel, reader
-    assert free_memory() == before
+    assert torch.cuda.mem_get_info()[0] == before
 
 
 def test_a_module_on_the_gpu_is_published(channel):

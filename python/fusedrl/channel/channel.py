@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from fusedrl import _host
 from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.following import PUBLISHERS, refuse_followed
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import Manifest, Memory
+from fusedrl.channel.memory import HostMemory, Manifest, Memory
 from fusedrl.channel.reader import WeightHandle
 from fusedrl.channel.rendezvous import (
     Rendezvous,
@@ -118,7 +119,8 @@ class WeightChannel:
             self._memory, self._end = slots
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
             self.device = self._memory.device
-            self._views = [layout.views(self._memory.slot(i)) for i in range(self._memory.count)]
+            flat = map(self._memory.slot, range(self._end.slot_count()))
+            self._views = list(map(layout.views, flat))
 
     @classmethod
     def create(
@@ -194,7 +196,7 @@ class WeightChannel:
             if holds is None:
                 holds = not ranks or dist.get_rank() == ranks[0]
             session = secrets.token_hex(16)
-            manifest = Manifest(layout, timeout, Memory.MANIFEST)
+            manifest = Manifest(layout, timeout, HostMemory.manifest)
             channel = cls(
                 weights,
                 layout,
@@ -226,7 +228,7 @@ class WeightChannel:
     ) -> int:
         """Copy weights into a free slot and make them the newest version.
 
-        On a GPU the copies are queued on the current stream, and readers' streams wait for them.
+        On a GPU it waits for the current stream, on which it copies, and so does a writing block.
         Sharded weights are gathered one tensor at a time.
 
         Args:
@@ -297,7 +299,8 @@ class WeightChannel:
 
         If the block raises, nothing is published. There is one block at a time: another waits for
         its end, in vain if that is the block around it. A child that is forked within a block
-        cannot write: it ends with SIGSEGV if it tries.
+        cannot write: it ends with SIGSEGV if it tries. On a GPU, copy on the stream that is
+        current when the block begins: its end waits for that one.
 
         Args:
             version: as for :meth:`publish`.
@@ -312,9 +315,8 @@ class WeightChannel:
             try:
                 writing.version = self._next(version)
                 if writing.slot is not None:
-                    self._memory.before_write(writing.slot)
-                    if self._memory.asynchronous:
-                        writing.before_release = self._memory.after_write
+                    if isinstance(self._memory, CudaMemory):
+                        writing.before_release = self._memory.copying()
                     writing.views = self._views[writing.slot]
                     return writing
             except BaseException:
@@ -386,7 +388,7 @@ class WeightChannel:
             return
         self._closed = True
         self._end.finish()
-        waits = self._memory.asynchronous and self.handle.pid == os.getpid()  # no forked child
+        waits = isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid()
         self._memory.close(self._users(timeout) if waits else ())
         self._end.close()
 
@@ -433,10 +435,8 @@ def _reserved(
     """
     size, memory = manifest.layout.nbytes, None
     if where.type == "cuda":
-        from fusedrl.channel.cuda import CudaMemory
-
         memory = CudaMemory.create(where, slots, size)
-        size, manifest = 0, manifest._replace(memory=memory.manifest())
+        size, manifest = 0, manifest._replace(memory=memory.manifest)
     elif where.type != "cpu":
         raise ValueError(
             f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
@@ -449,4 +449,4 @@ def _reserved(
             f"where memory is short, create the channel with fewer slots than {slots}, or in half "
             "the width (dtype=torch.bfloat16)"
         ) from error
-    return memory or Memory(end, slots, size), end
+    return memory or HostMemory(end, size), end

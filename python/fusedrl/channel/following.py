@@ -124,7 +124,7 @@ class Following:
                 running = _Version(self._switch(None) if has_version else None)
                 self._running = weakref.ref(running)
                 self._loaded_for = None
-            if running.lease is None or not self.reader.memory.asynchronous:
+            if running.lease is None or not self.reader.on_gpu:
                 return Held(self.version, running)
             # Each call's own lease waits, when it is given back, for the work on its own stream.
             return Held(self.version, running, running.lease.share())

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.loading import Target, own
-from fusedrl.channel.memory import Manifest, Memory
+from fusedrl.channel.memory import HostMemory, Manifest, Memory
 
 logger = logging.getLogger("fusedrl")
 
@@ -164,12 +165,10 @@ class WeightReader:
         self.session = session
         self.layout = manifest.layout
         self._timeout = manifest.timeout
-        if manifest.memory["kind"] == "cuda":
-            from fusedrl.channel.cuda import CudaMemory
-
-            self.memory: Memory = CudaMemory.open(manifest.memory)
-        else:
-            self.memory = Memory(end, end.slot_count(), self.layout.nbytes)
+        self.on_gpu = manifest.memory["kind"] == "cuda"
+        self.memory: Memory = (
+            CudaMemory.open(manifest.memory) if self.on_gpu else HostMemory(end, self.layout.nbytes)
+        )
         self.device = self.memory.device
         self._slots: dict[int, _SlotTensors] = {}
         self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
@@ -231,19 +230,18 @@ class WeightReader:
 
         Raises:
             TimeoutError: no such version was published in time.
-            RuntimeError: there is no such version and the publisher has ended.
+            RuntimeError: there is no such version and the publisher has ended; or the current
+                stream captures a CUDA graph.
         """
+        self.require_open()
+        if isinstance(self.memory, CudaMemory):
+            self.memory.refuse_capture()
         self.wait_for(0 if min_version is None else min_version, timeout)
         while not (lease := Lease(self._end)).held:
             pass  # the publisher has published another meanwhile
         lease.reader = self
-        try:
-            self.memory.before_read(lease.slot)
-        except BaseException:
-            lease.release()  # the traceback of the error would keep it
-            raise
-        if self.memory.asynchronous:
-            lease.before_release = partial(self.memory.give_back, lease.slot)
+        if isinstance(self.memory, CudaMemory):
+            lease.before_release = self.memory.give_back
         return lease
 
     def load_into(
@@ -292,7 +290,8 @@ class WeightReader:
         """End all leases. Modules that were loaded by alias get copies of their own.
 
         Other tensors over their memory, such as ``parameter.data``, may be overwritten from then
-        on; a warning is logged if there are any. In a forked child this does nothing.
+        on; a warning is logged if there are any. On a GPU it waits for the device if a lease is
+        held. In a forked child it does nothing.
         """
         if not self.is_open:
             return
@@ -309,8 +308,8 @@ class WeightReader:
                     "them, which may be overwritten now; clone such tensors, or close the reader "
                     "after their last use"
                 )
-            if self._end.leases():
-                self.memory.wait_for_reads()
+            if isinstance(self.memory, CudaMemory) and self._end.leases():
+                self.memory.synchronize()
             self._end.close()
             self.memory.close()
 
