@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from fusedrl.channel.tensors import identity
+from fusedrl.channel.tensors import Weight
 
 
 class StoredWeights:
@@ -27,7 +27,7 @@ class StoredWeights:
     def __reduce__(self) -> Any:
         """Pickle tensors as out-of-band buffers, from which a tensordict is made."""
         leaves = dict(self.weights.items(include_nested=True, leaves_only=True))
-        memory = {name: identity(tensor) or name for name, tensor in leaves.items()}
+        memory = {name: Weight("", tensor).identity() for name, tensor in leaves.items()}
         distinct = {memory[name]: tensor for name, tensor in leaves.items()}
         calls = {key: _rebuilt(tensor) for key, tensor in distinct.items()}  # pickle keeps ties
         return TensorDict, ({name: calls[memory[name]] for name in leaves},)

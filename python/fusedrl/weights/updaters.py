@@ -13,7 +13,7 @@ from torchrl.collectors.weight_update import WeightUpdaterBase
 
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.tensors import Weight, identity, weights_of
+from fusedrl.channel.tensors import Weight, weights_of
 from fusedrl.compat import torchrl
 from fusedrl.weights.ray_store import StoredWeights
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
@@ -353,9 +353,9 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     def _maybe_map_weights(self, server_weights: Any, local_weights: Any = None) -> Any:
         # A collector that is an actor dies of weights that it cannot apply.
         found = pairs(server_weights, self.policy_weights)
-        values = {identity(tensor): place.value() for tensor, place in found}
+        values = {Weight("", tensor).identity(): place.value() for tensor, place in found}
         return self.policy_weights.data.apply(
-            lambda known: values.get(identity(known)) if known.numel() else known
+            lambda known: values.get(Weight("", known).identity())
         )
 
     def _skip_update(self, worker_id: int) -> bool:
