@@ -147,7 +147,7 @@ def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool =
 
     Without ``strict`` it may lack what is the environment's and the policy's, or have more.
     """
-    needed = {"frames", "iter", *(name for name in own if strict and name.endswith("_state_dict"))}
+    needed = {"frames", "iter", *(name for name in own if strict and name.endswith("state_dict"))}
     mine, theirs = (
         _shapes({name: state[name] for name in own if name in needed or name in given})
         for state in (own, given)
