@@ -269,7 +269,6 @@ def test_the_tutorial_runs(capsys):
     exec(compile(block, PAGE, "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert_prints(texts(PAGE, "python"), printed, figures=False)
-    assert [line.split("]", 1)[1] for line in printed.splitlines()] == [") [1]"] * 2 + [
-        ") [2]",
-        ") [3]",
-    ]
+    versions = [int(line.split("[")[-1].rstrip("]")) for line in printed.splitlines()]
+    # A batch may begin after the update that follows the one before it.
+    assert versions[0] == 1 and all(v in (n, n + 1) for n, v in enumerate(versions[1:], 1))
