@@ -124,8 +124,9 @@ def errors(rank: int) -> list[Any]:
     with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
 
         def updates() -> Any:
-            with channel.collective():
-                return channel.agreed(1)
+            ranks: Any = channel._rendezvous
+            with ranks.collective():
+                return ranks.agree(PATIENCE, "update", 1)
 
         return [
             said(channel.publish, whole if mine else None),

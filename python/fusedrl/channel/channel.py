@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -255,18 +255,6 @@ class WeightChannel:
         with self.writing(version, timeout=timeout) as writing:
             self.layout.write(places, writing.views)
             return writing.version
-
-    def collective(self) -> AbstractContextManager[None]:
-        """A block whose error is one on all ranks of a sharded model, and which ends for all."""
-        return nullcontext() if self._rendezvous is None else self._rendezvous.collective()
-
-    def agreed(self, value: int | None) -> int | None:
-        """The value of the first rank that has one, for all others; within :meth:`collective`."""
-        if self._rendezvous is None:
-            return value
-        patience = self._rendezvous.base.timeout.total_seconds()
-        values = self._rendezvous.agree(patience, "update", value).values()
-        return next((each for each in (value, *values) if each is not None), None)
 
     def places_to_publish(self, weights: Any) -> dict[str, Weight]:
         """As :meth:`Layout.match`, of what nothing in this process follows."""

@@ -164,7 +164,8 @@ class Target:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
         module = self._module()
         assert module is not None  # the caller, which loads into it, keeps it alive
-        places, ties = _places(module, self.layout)
+        found = weights_in(module)
+        places, ties = _places(module, found, self.layout)
         parameters: dict[int, tuple[Tensor, int, str]] = {}
         buffers: dict[int, tuple[Tensor, int, str]] = {}
         for place in places:
@@ -173,7 +174,7 @@ class Target:
             chosen.setdefault(id(place.tensor), (place.tensor, index, place.name))
         self._parameters, self._buffers = list(parameters.values()), list(buffers.values())
         self._inference = [place.name for place in places if place.tensor.is_inference()]
-        self._ties, self._facts = ties, facts(weights_in(module))
+        self._ties, self._facts = ties, facts(found)
 
     def _refuse_alias(self, views: Sequence[Tensor]) -> None:
         def placed(tensor: Tensor) -> str:
@@ -192,9 +193,9 @@ class Target:
 
 
 def _places(
-    module: nn.Module, layout: Layout
+    module: nn.Module, found: Sequence[Weight], layout: Layout
 ) -> tuple[list[Weight], list[tuple[str, str, Tensor]]]:
-    """The place of every entry of ``layout`` in ``module``, and the tensors with two entries.
+    """The weight of a module for every entry of ``layout``, and the tensors with two entries.
 
     Each of the latter is a later entry, its first entry, and the tensor.
     """
@@ -203,7 +204,7 @@ def _places(
             "module: expected a model without adapters for weights that they are merged into, got "
             "one with; load into the base model, or publish without merge_adapters"
         )
-    places = {place.name: place for place in weights_in(module)}
+    places = {place.name: place for place in found}
     _, differences = layout.compared(places, "module", layout.stored)
     differences += [
         f"{entry.name}: expected {described(entry)}, got no such entry"
