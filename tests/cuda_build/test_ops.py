@@ -53,13 +53,17 @@ def _nonzero():
     library._destroy()
 
 
-def run(case, dtype, device):
+def run(case, dtype, device, frozen=()):
     """The results of a case and its gradients, in that order."""
     case = case.to(device)
-    leaves = {name: x.to(dtype).requires_grad_() for name, x in case.inputs.items()}
+    leaves = {
+        name: x.detach().to(dtype).requires_grad_(name not in frozen)
+        for name, x in case.inputs.items()
+    }
     results = case.call(leaves)
     upstream = [torch.zeros_like(x) for x in results]
-    return [*results, *torch.autograd.grad(results, list(leaves.values()), upstream)]
+    trained = [x for x in leaves.values() if x.requires_grad]
+    return [*results, *torch.autograd.grad(results, trained, upstream)]
 
 
 def forms(tensors):
@@ -89,6 +93,8 @@ def test_every_kernel_is_launched(launches, tmp_path):
     for name, case in (SMALL | LARGE).items():
         for dtype in (*DTYPES, *([torch.float64] if name.startswith("token_kl") else [])):
             run(case, dtype, "cuda")
+            if "linear_token_log_probs" in name:
+                run(case, dtype, "cuda", frozen=("weight", "bias"))
     path = tmp_path / "kernels"
     # Looked up in the runtime, which the library brings along.
     ctypes.CDLL(str(native.find("_C_cuda"))).fake_cuda_kernels(str(path).encode())
