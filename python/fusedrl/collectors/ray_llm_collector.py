@@ -7,20 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
-from fusedrl.channel.rendezvous import ranks_of_shards
-from fusedrl.channel.tensors import weights_of
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import DialogOptions, check_total
 from fusedrl.collectors.stream import Batches
 from fusedrl.compat.torchrl import ray_buffer_client
 from fusedrl.transport import Serialized, deserialize, serialize
-from fusedrl.weights.ray_store import StoredWeights
+from fusedrl.weights.ray_store import stored
 
 SECONDS_TO_END = 10.0
+ENDING = "ending"  # the thread of the actor that does not wait for a batch
 WEIGHTS = ("policy_or_weights", "weights", "policy", "policy_weights")  # arguments of an update
 
 
@@ -72,8 +71,8 @@ class RayLLMCollector(_RayLLMCollector):
 
     It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Environment and
     policy live in the actor. An update puts the weights into Ray's object store, from which the
-    actor copies them into its policy, and counts one version. It waits for the end of the batch
-    that is being collected, so that all turns which a batch runs have one version.
+    actor copies them into its policy, and counts one version. It comes after the batch that was
+    asked for before it, so that all turns which a batch runs have one version.
 
     Args:
         env: an environment, or a function that makes one in the actor.
@@ -135,8 +134,8 @@ class RayLLMCollector(_RayLLMCollector):
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self._pending: Any = None  # the reference to a batch that was not handed out yet
         seed = int(torch.randint(2**62, ()))
-        # While one thread collects ahead, another one takes an update or the end.
-        of_ray: dict[str, Any] = {"max_concurrency": 1 if sync_iter else 2}
+        # One thread takes batches and updates in the order in which they are asked for.
+        of_ray: dict[str, Any] = {"concurrency_groups": {ENDING: 1}}
         for name, given in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
             of_ray |= {} if given is None else {name: given}
         actor = DialogActor.as_remote(of_ray | (remote_config or {}))
@@ -204,10 +203,7 @@ class RayLLMCollector(_RayLLMCollector):
         ray.get(self._collector.update_policy_weights_.remote(**(options | sent)))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the actor, or kill it after ``timeout=10`` seconds.
-
-        It ends after its current turn, and with ``sync_iter=True`` after its current batch.
-        """
+        """End the actor after its current turn, or kill it after ``timeout=10`` seconds."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -215,7 +211,8 @@ class RayLLMCollector(_RayLLMCollector):
             return
         self.closed = True
         try:
-            end = self._collector.shutdown.remote(close_env=close_env)
+            shut_down = self._collector.shutdown.options(concurrency_group=ENDING)
+            end = shut_down.remote(close_env=close_env)
             ended, _ = ray.wait([end], timeout=SECONDS_TO_END if timeout is None else timeout)
             for answer in ended:
                 ray.get(answer)
@@ -246,17 +243,3 @@ def _start_ray(config: dict[str, Any] | None) -> None:
         from torchrl.collectors.distributed.ray import DEFAULT_RAY_INIT_CONFIG
 
         ray.init(**(DEFAULT_RAY_INIT_CONFIG if config is None else config))
-
-
-def stored(weights: Any) -> Any:
-    """A reference to weights in Ray's store, from which the processes of a node read them."""
-    import ray
-
-    places = weights_of(weights)
-    if ranks := ranks_of_shards(places.values()):
-        raise ValueError(
-            f"policy_or_weights: expected whole tensors, got parts on the ranks {ranks}; publish "
-            "the model on every rank by a WeightChannel, and pass a lease's weights"
-        )
-    named: Any = TensorDict({name: place.tensor for name, place in places.items()})
-    return ray.put(StoredWeights(named.unflatten_keys(".")))

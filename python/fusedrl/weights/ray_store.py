@@ -10,7 +10,29 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from fusedrl.channel.tensors import Weight
+from fusedrl.channel.rendezvous import ranks_of_shards
+from fusedrl.channel.tensors import Weight, weights_of
+
+
+def stored(weights: Any) -> Any:
+    """A reference to weights in Ray's store, from which the processes of a node read them.
+
+    Args:
+        weights: a tensordict, a module or a state dict.
+
+    Raises:
+        ValueError: several ranks have parts of the weights.
+    """
+    import ray
+
+    found = weights_of(weights)
+    if ranks := ranks_of_shards(found.values()):
+        raise ValueError(
+            f"policy_or_weights: expected whole tensors, got parts on the ranks {ranks}; publish "
+            "the model on every rank by a WeightChannel, and pass a lease's weights"
+        )
+    named: Any = TensorDict({name: weight.tensor for name, weight in found.items()})
+    return ray.put(StoredWeights(named.unflatten_keys(".")))
 
 
 class StoredWeights:

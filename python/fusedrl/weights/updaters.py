@@ -15,7 +15,7 @@ from fusedrl.channel.checks import seconds
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.tensors import Weight, weights_of
 from fusedrl.compat import torchrl
-from fusedrl.weights.ray_store import StoredWeights
+from fusedrl.weights.ray_store import stored
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
@@ -367,8 +367,8 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
 
         if not ray.is_initialized():  # ray.put would start a cluster
             raise RuntimeError("remote_collectors: expected Ray's cluster, got none; make others")
-        if isinstance(mapped_weights, TensorDictBase):
-            mapped_weights = ray.put(StoredWeights(mapped_weights))
+        if mapped_weights is not None:
+            mapped_weights = stored(mapped_weights)
         sent = [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
         ray.get(sent, timeout=self.timeout)
 
