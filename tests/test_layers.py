@@ -17,18 +17,18 @@ BELOW: dict[str, tuple[str, ...]] = {
     "native": ("compat",),
     "ragged": ("compat",),
     "ops": ("native", "ragged", "logs"),
-    "channel": ("native",),
+    "channel": ("compat",),
     "models": ("ops", "channel"),
     "transport": ("compat",),
     "transforms": ("models", "transport", "assistant_tokens"),
     "objectives": ("transforms",),
-    "vllm": ("models",),
+    "vllm": ("channel", "logs"),
     "weights": ("vllm",),
     "collectors": ("weights", "transport"),
-    "scoring": ("transforms",),
+    "scoring": ("models", "assistant_tokens"),
     "demo": ("scoring",),
-    "integrations": ("objectives", "patching"),
-    "cli": ("scoring", "demo", "vllm"),
+    "integrations": ("models", "patching"),
+    "cli": ("demo",),
     "__main__": ("cli",),
 }
 
@@ -41,25 +41,9 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
 
 
-def of_types(tree: ast.Module) -> set[int]:
-    """What only type checkers import."""
-    blocks = (n for n in ast.walk(tree) if isinstance(n, ast.If))
-    return {
-        id(node)
-        for block in blocks
-        if ast.unparse(block.test) == "TYPE_CHECKING"
-        for statement in block.body
-        for node in ast.walk(statement)
-    }
-
-
 def imported(path: Path) -> Iterator[str]:
-    """The modules of ours that a file imports, at once or later."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    ignored = of_types(tree)
-    for node in ast.walk(tree):
-        if id(node) in ignored:
-            continue
+    """The modules of ours that a file imports, at once, later or for its types alone."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -95,6 +79,17 @@ def test_packages_import_what_is_below_them():
         if name != "fusedrl" and other.split(".")[1] not in allowed(name.split(".")[1])
     ]
     assert not upward
+
+
+def test_what_is_listed_is_imported():
+    used = {
+        (name.split(".")[1], x.split(".")[1])
+        for name in IMPORTS
+        for x in IMPORTS[name]
+        if "fusedrl" not in (name, x)
+    }
+    listed = {(package, below) for package, packages in BELOW.items() for below in packages}
+    assert not listed - used
 
 
 def test_no_file_imports_one_that_imports_it():
