@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from fusedrl.channel import WeightChannel
-from fusedrl.channel.following import Follower, followers_of
+from fusedrl.channel.follow import followers_of
 
 
 def filled(version: float) -> nn.Sequential:
@@ -43,7 +43,7 @@ def reader(channel):
 @pytest.fixture(params=["alias", "copy"])
 def followed(request, reader):
     model = filled(0)
-    follower = Follower(reader, model, request.param)
+    follower = reader.follow(model, request.param)
     yield model, follower
     follower.close()
 
@@ -136,9 +136,9 @@ def test_what_is_trained_here_follows_no_channel_of_its_own(mode, weights, follo
     with WeightChannel.create(weights(trained)) as channel, channel.handle.open() as reader:
         channel.publish()
         with pytest.raises(ValueError, match=f"{REFUSED}.*copy.deepcopy"):
-            Follower(reader, follows(trained), mode)
+            reader.follow(follows(trained), mode)
         assert trained[0].weight.requires_grad
-        follower = Follower(reader, copy.deepcopy(trained), mode)
+        follower = reader.follow(copy.deepcopy(trained), mode)
         vector = nn.utils.parameters_to_vector(trained.parameters())
         nn.utils.vector_to_parameters(vector + 1, trained.parameters())
         with follower.call() as version:
@@ -150,7 +150,7 @@ def test_what_is_trained_here_follows_no_channel_of_its_own(mode, weights, follo
 def test_what_follows_a_channel_is_not_published_in_it(mode):
     with WeightChannel.create(filled(0)) as channel, channel.handle.open() as reader:
         policy = filled(0)
-        follower = Follower(reader, policy, mode)
+        follower = reader.follow(policy, mode)
         for _ in range(2):
             with pytest.raises(ValueError, match=REFUSED):
                 channel.publish(policy)
@@ -167,7 +167,7 @@ def test_what_follows_a_channel_is_not_published_in_it(mode):
 def test_a_module_that_follows_cannot_be_trained(reader, mode):
     """Also where nobody sees that it is what is trained: a clone of it is published."""
     model = filled(0)
-    follower = Follower(reader, model, mode)
+    follower = reader.follow(model, mode)
     with pytest.raises(RuntimeError, match="does not require grad"):
         model(torch.ones(3, 2)).sum().backward()
     follower.close()
@@ -180,13 +180,13 @@ def test_parameters_have_one_follower(channel, reader, followed):
         other.handle.open() as theirs,
         pytest.raises(ValueError, match="parameters that nothing else loads"),
     ):
-        Follower(theirs, nn.Sequential(model[0])[0])
+        theirs.follow(nn.Sequential(model[0])[0])
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
 def test_a_closed_follower_leaves_the_module_its_own_memory(channel, reader, mode):
     model = filled(0)
-    follower = Follower(reader, model, mode)
+    follower = reader.follow(model, mode)
     follower.load()
     follower.close()
     for version in range(2, 6):

@@ -14,7 +14,7 @@ from torch import nn
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel, WeightReader
-from fusedrl.channel.following import Follower, one_version
+from fusedrl.channel.follow import one_version
 
 LONGEST_S = 0.001
 
@@ -56,7 +56,7 @@ class Uses:
     def __init__(self, channel: WeightChannel, reader: WeightReader) -> None:
         self.channel, self.reader = channel, reader
         self.policy = workers.model_of_zeros(64)
-        self.follower = Follower(reader, self.policy)
+        self.follower = reader.follow(self.policy)
         self.alone = workers.model_of_zeros(64)
 
     def publish(self) -> int:
@@ -109,7 +109,7 @@ def test_a_storm_of_interrupts_leaves_nothing_leased(interrupts):
             chance.choice(ways)()
 
         def check() -> None:
-            assert channel.readers()[0].leased == () and not uses.follower.is_running
+            assert channel.readers()[0].leased == () and uses.follower._running() is None
             assert not channel._end.writing()
             version = uses.publish()
             with reader.lease() as lease:
@@ -139,5 +139,5 @@ def test_an_error_that_is_kept_keeps_neither_a_lease_nor_a_slot():
             with pytest.raises((KeyboardInterrupt, ValueError)) as error:
                 call()
             errors.append(error)
-        assert channel.readers()[0].leased == () and not uses.follower.is_running
+        assert channel.readers()[0].leased == () and uses.follower._running() is None
         assert uses.publish() == 2

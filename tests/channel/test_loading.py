@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.loading import Target
+from fusedrl.channel.follow import Target
 
 from .test_layout import Tied, values_of
 

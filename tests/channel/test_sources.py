@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from fusedrl import VanillaLocalWeightUpdater
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.loading import Target
+from fusedrl.channel.follow import Target
 from fusedrl.channel.tensors import weights_of
 
 from .test_layout import values_of

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
+from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.loading import Target, own
 from fusedrl.channel.memory import HostMemory, Manifest, Memory
-
-logger = logging.getLogger("fusedrl")
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
+# What load_into() has loaded. A module that ends is forgotten in C, where no interrupt is lost.
+_LOADED: dict[weakref.ref[nn.Module], Target] = {}
 
 
 @dataclass(frozen=True)
@@ -86,14 +83,17 @@ class Lease(_host.Lease):
         Raises:
             RuntimeError: the lease is released, its reader is closed, or this is a forked child.
         """
-        return self._tensors().weights
+        slot = self._slot()
+        if slot.weights is None:
+            slot.weights = self.reader.layout.tensordict(slot.views).lock_()
+        return slot.weights
 
     @property
     def views(self) -> list[Tensor]:
         """As :attr:`weights`, a tensor for each stored entry of the layout, in its order."""
-        return self._tensors().views
+        return self._slot().views
 
-    def _tensors(self) -> _SlotTensors:
+    def _slot(self) -> _Slot:
         reader, slot = self.reader, self.slot  # read before another thread releases it
         reader.require_open()
         if not self.held:
@@ -104,7 +104,9 @@ class Lease(_host.Lease):
         known = reader._slots.get(slot)
         # Pickling a view for another process moves its storage into other shared memory.
         if known is None or known.flat.data_ptr() != known.address:
-            known = reader._slots[slot] = _SlotTensors(reader.memory.slot(slot), reader.layout)
+            flat = reader.memory.slot(slot)
+            known = _Slot(flat, flat.data_ptr(), reader.layout.views(flat))
+            reader._slots[slot] = known
         return known
 
     def share(self) -> Lease:
@@ -113,39 +115,15 @@ class Lease(_host.Lease):
         other.reader = self.reader
         return other
 
-    def load(self, target: Target, mode: str, keeps: bool = False) -> None:
-        """Make a module compute with this version, by ``mode="alias"`` or ``"copy"``.
 
-        An alias has a lease of its own if it ``keeps`` the version; else hold this one meanwhile.
-        """
-        if mode not in ("alias", "copy"):
-            raise ValueError(
-                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
-                "keeps the addresses of the parameters"
-            )
-        if mode == "copy":
-            target.copy(self.views)
-        elif not keeps:
-            target.alias(self.views)
-        else:
-            flat = self.reader.memory.slot(self.slot, self.share())
-            with torch.inference_mode(False):
-                target.alias(self.views, flat)
-            kept = weakref.ref(flat.untyped_storage()), [*map(weakref.ref, target.parameters)]
-            with self.reader._lock:
-                self.reader._kept = [kept, *(k for k in self.reader._kept if k[0]() is not None)]
-
-
-class _SlotTensors:
+@dataclass
+class _Slot:
     """Tensors over a slot."""
 
-    def __init__(self, flat: Tensor, layout: Layout) -> None:
-        self.flat, self.address, self._layout = flat, flat.data_ptr(), layout
-        self.views = layout.views(flat)
-
-    @cached_property
-    def weights(self) -> TensorDict:
-        return self._layout.tensordict(self.views).lock_()
+    flat: Tensor
+    address: int
+    views: list[Tensor]
+    weights: TensorDict | None = None
 
 
 class WeightReader:
@@ -170,10 +148,7 @@ class WeightReader:
             CudaMemory.open(manifest.memory) if self.on_gpu else HostMemory(end, self.layout.nbytes)
         )
         self.device = self.memory.device
-        self._slots: dict[int, _SlotTensors] = {}
-        self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
-        # Memory that owns a lease, and the parameters that were made to lie there.
-        self._kept: list[tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Tensor]]]] = []
+        self._slots: dict[int, _Slot] = {}
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         self.applied: int | None = None
@@ -244,6 +219,48 @@ class WeightReader:
             lease.before_release = self.memory.give_back
         return lease
 
+    def follow(self, module: nn.Module, mode: str = "alias", keeps: bool = False) -> Follower:
+        """Keep a module at the newest version, between its calls and never during one.
+
+        ``with follower.call() as version:`` encloses a call, such as the policy's in a turn of a
+        rollout. A module has one follower for a reader: a second call returns the first one.
+        ``state_dict()`` of the module returns copies, and its parameters require no gradients:
+        training it would change what a version stands for.
+
+        Args:
+            module: as for :meth:`load_into`.
+            mode: ``"alias"`` or ``"copy"``, as for :meth:`load_into`. Both hold the version in
+                calls alone, so that aliased weights may change between them.
+            keeps: in alias mode, hold the version until the next one is loaded.
+
+        Raises:
+            TypeError: an entry of the module is not a plain tensor.
+            ValueError: the module does not fit, or follows in another mode; another follower has
+                some of its parameters; or this process publishes them in the channel.
+
+        Example:
+            >>> import torch
+            >>> from fusedrl import WeightChannel
+            >>> trained, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+            >>> with WeightChannel.create(trained) as channel, channel.handle.open() as reader:
+            ...     _ = channel.publish()
+            ...     with reader.follow(policy).call() as version:
+            ...         print(version, bool((policy.weight == trained.weight).all()))
+            1 True
+        """
+        self.require_open()
+        _check_mode(mode)
+        for follower in [*FOLLOWERS]:
+            if follower.module is module and follower.reader is self:
+                if (follower.mode, follower.keeps) != (mode, keeps):
+                    raise ValueError(
+                        f"mode: expected {follower.mode!r} with keeps={follower.keeps}, as the "
+                        f"module follows already, got {mode!r} with keeps={keeps}; close its "
+                        "follower first"
+                    )
+                return follower
+        return ModuleFollower(self, module, mode, keeps)
+
     def load_into(
         self,
         module: nn.Module,
@@ -256,11 +273,12 @@ class WeightReader:
 
         With ``"alias"`` the parameters point to the channel's memory, without a copy, and no longer
         require gradients; buffers are copied, because a forward pass may write to them. The version
-        is held until the next one is loaded: on a GPU, load that on a stream that waits for those
-        that compute with this one. On the CPU that memory is read-only: a process that writes to a
-        parameter ends with SIGSEGV, and faulthandler, which every reader enables, shows the line.
-        With ``"copy"`` the version is copied into the module's own memory, which keeps its
-        addresses (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
+        is held until the next one is loaded, the module is gone or the reader closed: on a GPU,
+        load on a stream that waits for those that compute with the former one. Other tensors made
+        of a parameter do not hold it: clone what has to last. On the CPU that memory is read-only:
+        a process that writes to a parameter ends with SIGSEGV, and faulthandler, which every reader
+        enables, shows the line. With ``"copy"`` the version is copied into the module's own memory,
+        which keeps its addresses (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
 
         A version that is loaded already is loaded again; compare :attr:`version` with
         :attr:`applied` to avoid it.
@@ -277,37 +295,38 @@ class WeightReader:
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         self.require_open()
-        target = self._targets.get(module)
-        target = target or self._targets.setdefault(module, Target(module, self.layout))
+        _check_mode(mode)
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
-            lease.load(target, mode, keeps=True)
+            target = _LOADED.get(weakref.ref(module))
+            if target is None or target.layout is not self.layout:
+                former, target = target, Target(module, self.layout)
+                if former is not None:
+                    former.own()
+                _LOADED[weakref.ref(module, _LOADED.pop)] = target
+            if mode == "alias":
+                target.alias(lease.views, lease.share())
+            else:
+                target.copy(lease.views)
             self.applied = lease.version
             return lease.version
 
     def close(self) -> None:
-        """End all leases. Modules that were loaded by alias get copies of their own.
+        """End all leases and followers. Modules with aliases get copies of their own.
 
         Other tensors over their memory, such as ``parameter.data``, may be overwritten from then
-        on; a warning is logged if there are any. On a GPU it waits for the device if a lease is
-        held. In a forked child it does nothing.
+        on. On a GPU it waits for the device if a lease is held. In a forked child it does nothing.
         """
         if not self.is_open:
             return
+        for follower in [*FOLLOWERS]:
+            if follower.reader is self:
+                follower.close()
         with self._lock:
-            is_used = False
-            for storage, references in self._kept:
-                parameters = [p for reference in references if (p := reference()) is not None]
-                own([p for p in parameters if p.untyped_storage() is storage()])
-                # Parameters that are being freed are gone before their memory is.
-                is_used |= storage() is not None and len(parameters) == len(references)
-            if is_used:
-                logger.warning(
-                    "close: expected no tensors over a version but parameters, got some made of "
-                    "them, which may be overwritten now; clone such tensors, or close the reader "
-                    "after their last use"
-                )
+            for target in _LOADED.copy().values():
+                if target.layout is self.layout:
+                    target.own()
             if isinstance(self.memory, CudaMemory) and self._end.leases():
                 self.memory.synchronize()
             self._end.close()
@@ -326,4 +345,12 @@ class WeightReader:
         raise TypeError(
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"
+        )
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("alias", "copy"):
+        raise ValueError(
+            f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy keeps the "
+            "addresses of the parameters"
         )
