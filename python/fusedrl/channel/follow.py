@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from typing import Any
@@ -15,27 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from fusedrl._host import Held
+from fusedrl.channel import tensors
 from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.layout import Layout, refuse_differences
-from fusedrl.channel.tensors import (
-    Weight,
-    check_supported,
-    described,
-    facts,
-    has_memory,
-    is_dtensor,
-    same_values,
-    weights_in,
-    weights_of,
-)
+from fusedrl.channel.tensors import Weight, described, weights_in
 from fusedrl.compat.torch import copy_all
 
 logger = logging.getLogger("fusedrl")
 # The channels of this process, by session, each with the template that it publishes.
 PUBLISHED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 FOLLOWERS: weakref.WeakSet[ModuleFollower] = weakref.WeakSet()
-for known in (PUBLISHED, FOLLOWERS):  # a child has memory of its own, and locks nobody may unlock
-    os.register_at_fork(after_in_child=known.clear)
+# A child has memory of its own, and locks that nobody may unlock there.
+os.register_at_fork(after_in_child=lambda: (PUBLISHED.clear(), FOLLOWERS.clear()))
 # The storages that `alias` gave to modules, which nothing may write to.
 _LENT: set[weakref.ref[torch.UntypedStorage]] = set()
 
@@ -43,66 +34,50 @@ _LENT: set[weakref.ref[torch.UntypedStorage]] = set()
 class Target:
     """A module that the weights of a layout are loaded into, version after version.
 
-    It may be within DistributedDataParallel or ``torch.compile``, and its parameters, buffers and
-    submodules may be replaced. Names that the layout ties may be separate tensors. Views, one for
-    each stored entry, are those that :meth:`Layout.views` makes.
-
-    Raises:
-        TypeError: an entry of the module is not a plain tensor.
-        ValueError: names, shapes, kinds of dtype or ties differ; the message lists all differences.
+    It may be within DistributedDataParallel or ``torch.compile``, and what it has may be replaced.
+    A ``TypeError`` or ``ValueError`` about it comes before anything changes.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        self._module = weakref.ref(module)
-        self.layout = layout
-        self._held: Any = None
+    def __init__(self, module: nn.Module, layout: Layout, mode: str) -> None:
+        if mode not in ("alias", "copy"):
+            raise ValueError(
+                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
+                "keeps the addresses of the parameters"
+            )
+        self.layout, self.mode = layout, mode
+        self._module, self._held = weakref.ref(module), None
         self._plan(weights_in(module))
 
     @torch.no_grad()
-    def alias(self, views: Sequence[Tensor], held: Any = None) -> None:
-        """Make ``views`` the memory of the parameters, which then require no gradients.
+    def load(self, views: Sequence[Tensor], held: Any = None) -> None:
+        """Give the module the values of ``views``, which has one for each stored entry.
 
-        Buffers are copied, because a forward pass may write to them. The views must not be written
-        to, and must stay valid meanwhile: ``held`` is kept until others are loaded.
-
-        Raises:
-            ValueError: another dtype or device, different values for one tensor, or a module of
-                inference mode. Nothing has changed then.
+        By alias, they become the memory of its parameters, which then require no gradients, and
+        ``held`` is kept as long. Buffers are copied, because a forward pass may write to them.
         """
-        buffers = self._check(views, aliases=True)
+        self._check(views)
         memory = self._of(views, self.parameters)
-        differences = [
-            f"{name}: expected {described(view)} on {view.device}, got {described(tensor)} on "
-            f"{tensor.device}"
-            for (name, tensor), view in zip(self.parameters.items(), memory, strict=True)
-            if tensor.dtype != view.dtype or tensor.device != view.device
-        ]
-        remedy = "make it of the channel's dtype and device, or load with mode='copy'"
-        refuse_differences("module", differences, remedy)
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
-        copy_all([*buffers.values()], self._of(views, buffers))
-        # One storage for all. It is forgotten in C, where no interrupt is lost.
-        _LENT.add(weakref.ref(views[0].untyped_storage(), _LENT.discard))
-        self._held = self._held, held  # an interrupt leaves both
-        # In C, too: an interrupt comes before the first or behind the last.
-        list(map(setattr, self.parameters.values(), repeat("data"), memory))
-        self._held = held
-
-    @torch.no_grad()
-    def copy(self, views: Sequence[Tensor]) -> None:
-        """Copy ``views`` into the parameters and buffers, which keep memory, dtype and device.
-
-        Parameters that lie in a channel's memory get memory of their own first.
-
-        Raises:
-            ValueError: another shape, different values for one tensor, or a module of inference
-                mode outside of it. Nothing has changed then.
-        """
-        tensors = self._check(views, aliases=False)
-        self.own(torch.empty_like)
-        copy_all([*tensors.values()], self._of(views, tensors))
+        if self.mode == "copy":
+            self.own(torch.empty_like)
+        else:
+            differences = [
+                f"{n}: expected {described(v)} on {v.device}, got {described(p)} on {p.device}"
+                for (n, p), v in zip(self.parameters.items(), memory, strict=True)
+                if p.dtype != v.dtype or p.device != v.device
+            ]
+            remedy = "make it of the channel's dtype and device, or load with mode='copy'"
+            refuse_differences("module", differences, remedy)
+            for parameter in self.parameters.values():
+                if parameter.requires_grad:
+                    parameter.requires_grad_(False)
+        copy_all([*self._copied.values()], self._of(views, self._copied))
+        if self.mode == "alias":
+            # One storage for all. It is forgotten in C, where no interrupt is lost.
+            _LENT.add(weakref.ref(views[0].untyped_storage(), _LENT.discard))
+            self._held = self._held, held  # an interrupt leaves both
+            # In C, too: an interrupt comes before the first or behind the last.
+            list(map(setattr, self.parameters.values(), repeat("data"), memory))
+            self._held = held
 
     def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
         """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
@@ -117,29 +92,29 @@ class Target:
     def _of(self, views: Sequence[Tensor], names: Iterable[str]) -> list[Tensor]:
         return [views[self.layout.view_of[name]] for name in names]
 
-    def _check(self, views: Sequence[Tensor], aliases: bool) -> dict[str, Tensor]:
-        """Check all that may have changed since the last load; the tensors to copy into."""
+    def _check(self, views: Sequence[Tensor]) -> None:
+        """Check all that may have changed since the last load."""
         found = weights_in(self._module())  # which the caller keeps alive
-        if facts(found) != self._facts:
+        if tensors.facts(found) != self._facts:
             self._plan(found)
-        if self._inference and (aliases or not torch.is_inference_mode_enabled()):
+        if self._inference and (self.mode == "alias" or not torch.is_inference_mode_enabled()):
             raise ValueError(
                 f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
                 "inference mode; make the module outside of torch.inference_mode()"
             )
-        tensors = self._buffers if aliases else self.parameters | self._buffers
-        for name, tensor in tensors.items():
-            if not has_memory(tensor):
-                check_supported(name, tensor, "module")
+        memory = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self._copied.values()]
+        if memory != self._memory:
+            for name, tensor in self._copied.items():
+                if not tensors.has_memory(tensor):
+                    tensors.check_supported(name, tensor, "module")
+            self._memory = memory
         differences = [
-            f"{name}: expected the values of {first}, since the module has one tensor for both, "
-            "got others"
-            for name, first, dtype in self._ties
-            if not same_values(*self._of(views, (first, name)), dtype)
+            f"{name}: expected the values of {first}, as the module has one tensor for both, got others"
+            for name, i, first, j, dtype in self._ties
+            if not tensors.same_values(views[i], views[j], dtype)
         ]
         remedy = "publish weights that are tied, or load into a model that is not"
         refuse_differences("module", differences, remedy)
-        return tensors
 
     def _plan(self, found: Sequence[Weight]) -> None:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
@@ -159,31 +134,30 @@ class Target:
         refuse_differences("module", differences, remedy)
         loaded = [weights[name] for name in layout.view_of]
         ties, first_of = [], {}
-        for weight in loaded:
-            if is_dtensor(weight.tensor):
+        for weight, index in zip(loaded, layout.view_of.values(), strict=True):
+            if tensors.is_dtensor(weight.tensor):
                 raise TypeError(
                     f"module: {weight.name}: expected a tensor of this process, got a DTensor; "
                     "load into a module that is not sharded"
                 )
             # One tensor for two entries can only be loaded if the values of both are equal.
             first = first_of.setdefault(weight.identity(), weight.name)
-            if layout.view_of[first] != layout.view_of[weight.name]:
-                ties.append((weight.name, first, weight.tensor.dtype))
+            if (other := layout.view_of[first]) != index:
+                ties.append((weight.name, index, first, other, weight.tensor.dtype))
         self.parameters = {w.name: w.tensor for w in loaded if w.kind == "parameter"}
-        self._buffers = {w.name: w.tensor for w in loaded if w.kind != "parameter"}
+        copied = [w for w in loaded if self.mode == "copy" or w.kind != "parameter"]
+        self._copied = {w.name: w.tensor for w in copied}
         self._inference = [weight.name for weight in loaded if weight.tensor.is_inference()]
-        self._ties, self._facts = ties, facts(found)
+        self._ties, self._facts = ties, tensors.facts(found)
+        self._memory: list[tuple[int, int]] = []  # of what is copied into, as it was last
 
 
 class Follower:
     """What computes with one version in each call, the newest when the call begins.
 
-    ``with follower.call() as version:`` encloses a call. Calls within a call, and overlapping ones
-    of several threads, share the version of the first. Before the first version is published,
-    weights stay as they are, and the version is ``None``.
-
-    Attributes:
-        version: of the call that goes on, or of the last one.
+    Calls within a call, and overlapping ones of several threads, share the version of the first.
+    Before the first version is published, weights stay as they are, and the version is ``None``.
+    ``version`` is that of the call that goes on, or of the last one.
     """
 
     def __init__(self, reader: Any, module: nn.Module) -> None:
@@ -196,30 +170,30 @@ class Follower:
         self._lock = threading.RLock()
 
     def call(self) -> Held:
-        """A call that begins: a block with the version, ``None`` before the first.
+        """A call that begins: a ``with`` block, which is given the version.
 
-        The version is held from here until the block ends, or what this returns is dropped.
+        It is held from here until the block ends, or what this returns is dropped.
         """
         self.reader.require_open()
         with self._lock:
             self._loaded = None
             running = self._running()
-            if running is None:
-                running = Held(None if self.reader.version is None else self._switch())
-                self._running = weakref.ref(running)
-            if running.value is None or not self.reader.on_gpu:
-                return Held(self.version, running)
-            # Each call's own lease waits, when it is given back, for the work on its own stream.
-            return Held(self.version, running, running.value.share())
+            try:
+                if running is None:
+                    is_first = self.version is None and self.reader.version is None
+                    running = Held(None if is_first else self._switch())
+                    self._running = weakref.ref(running)
+                if running.value is None or not self.reader.on_gpu:
+                    return Held(self.version, running)
+                # Each call's own lease waits, when it is given back, for the work on its stream.
+                return Held(self.version, running, running.value.share())
+            finally:
+                running = None  # which the traceback of an interrupt would keep
 
     def load(self, timeout: float | None = None) -> int:
         """Load the newest version, unless a call runs, and hold it until the next begins.
 
-        Args:
-            timeout: seconds to wait for the first version; the channel's own if ``None``.
-
-        Raises:
-            TimeoutError, RuntimeError: as for :meth:`WeightReader.lease`.
+        It waits for the first version, and fails, as :meth:`WeightReader.lease` does.
         """
         self.reader.wait_for(0, timeout)
         self._loaded = call = self.call()
@@ -230,11 +204,7 @@ class Follower:
         raise NotImplementedError
 
     def close(self, detach: bool = True) -> None:
-        """Follow no more.
-
-        With ``detach`` a module is left with a version in memory of its own: that of a call which
-        still runs, the one that it keeps, or the newest.
-        """
+        """Follow no more; if it detaches, leave the module a version in memory of its own."""
         raise NotImplementedError
 
 
@@ -244,11 +214,27 @@ class ModuleFollower(Follower):
     def __init__(self, reader: Any, module: nn.Module, mode: str, keeps: bool) -> None:
         super().__init__(reader, module)
         self.mode, self.keeps = mode, keeps
-        self.target = Target(module, reader.layout)
+        self.target = Target(module, reader.layout, mode)
         parameters = self.target.parameters.values()
-        _refuse_used(reader.session, parameters)
-        self._is_current = False  # whether the module has the weights of `version`
-        self._warned = False
+        others = {id(p) for other in [*FOLLOWERS] for p in other.target.parameters.values()}
+        # Another follower would change them during the calls of this one.
+        if not others.isdisjoint(map(id, parameters)):
+            raise ValueError(
+                "module: expected parameters that nothing else loads, got some that follow a "
+                "channel already; publish a module that has all of them through one channel"
+            )
+        # A step of a trainer that is not published yet would be lost at the next load, or computed
+        # with under the number of an older version. In alias mode, it would end the process.
+        memory = {Weight("", parameter).identity() for parameter in parameters}
+        channel = PUBLISHED.get(reader.session)
+        for name, weight in tensors.weights_of(channel.template if channel else {}).items():
+            if weight.identity() in memory:
+                raise ValueError(
+                    "policy: expected weights of its own, got those that this process trains and "
+                    f"publishes, such as {name}; let copy.deepcopy(policy) follow the channel, or "
+                    "collect without a channel and call increment_version() after each step"
+                )
+        self._warned = self._is_current = False  # whether the module has the weights of `version`
         for parameter in parameters:
             parameter.requires_grad_(False)
         take = _Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
@@ -260,20 +246,19 @@ class ModuleFollower(Follower):
 
     def _switch(self) -> Any:
         # An interrupt at any point leaves what the next call begins with: another load of all.
-        with self.reader.lease() as lease:
+        lease = self.reader.lease()
+        try:
             if lease.version != self.version or not self._is_current:
                 self._is_current = False
-                if self.mode == "alias":
-                    self.target.alias(lease.views, lease.share() if self.keeps else None)
-                else:
-                    self.target.copy(lease.views)
+                self.target.load(lease.views, lease.share() if self.keeps else None)
                 self.version = lease.version
                 self._is_current = True
-            return lease.share()
+            return lease
+        except BaseException:
+            lease.release()  # which the traceback of the error would keep
+            raise
 
-    def _give_copies(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
+    def _give_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         # A view would change later. Pickling it for another process would also move its storage out
         # of the channel's memory.
         with self.call():
@@ -303,7 +288,6 @@ class ModuleFollower(Follower):
         """Follow no more, as :meth:`Follower.close` says."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
         FOLLOWERS.discard(self)
         if self.reader.is_open:  # not in a forked child
             if detach:
@@ -324,44 +308,13 @@ class _Hook:
         return _Hook, ()
 
 
-def _refuse_used(session: str, parameters: Collection[Tensor]) -> None:
-    """Raise ``ValueError`` if something else writes to parameters that are to follow a channel."""
-    known = {*map(id, parameters), *map(Tensor.data_ptr, parameters)} - {0}
-    # Another follower would change them during the calls of this one.
-    if any(id(p) in known for other in [*FOLLOWERS] for p in other.target.parameters.values()):
-        raise ValueError(
-            "module: expected parameters that nothing else loads, got some that follow a channel "
-            "already; publish a module that has all of them through one channel"
-        )
-    # A step of a trainer that is not published yet would be lost at the next load, or computed with
-    # under the number of an older version. In alias mode, it would end the process.
-    channel = PUBLISHED.get(session)
-    for name, weight in weights_of({} if channel is None else channel.template).items():
-        tensor = weight.tensor
-        if id(tensor) in known or (
-            isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.data_ptr() in known
-        ):
-            raise ValueError(
-                "policy: expected weights of its own, got those that this process trains and "
-                f"publishes, such as {name}; let copy.deepcopy(policy) follow the channel, or "
-                "collect without a channel and call increment_version() after each step"
-            )
-
-
 def followers_of(model: Any) -> list[ModuleFollower]:
     """The followers that keep a model, or parts of it, or what it is a part of."""
     followers = [*FOLLOWERS]
-    parts = set(map(id, model.modules())) if followers else set()
-    return [
-        follower
-        for follower in followers
-        if id(follower.module) in parts or not parts.isdisjoint(map(id, follower.module.modules()))
-    ]
+    parts = {*model.modules()} if followers else set()
+    return [each for each in followers if not parts.isdisjoint(each.module.modules())]
 
 
 def one_version(model: nn.Module) -> Held:
-    """A block that keeps a model at one version, as a whole, a part, or what has followers in it.
-
-    A model that follows no channel is left alone.
-    """
+    """A block in which a model that follows a channel, in whole or in part, keeps one version."""
     return Held(None, *(follower.call() for follower in followers_of(model)))

@@ -16,11 +16,11 @@ from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target
-from fusedrl.channel.layout import Layout
 from fusedrl.channel.memory import HostMemory, Manifest, Memory
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
+_Tensors = tuple[Tensor, int, list[Tensor], TensorDict]  # a slot, its address, views of it
 # What load_into() has loaded. A module that ends is forgotten in C, where no interrupt is lost.
 _LOADED: dict[weakref.ref[nn.Module], Target] = {}
 
@@ -29,9 +29,8 @@ _LOADED: dict[weakref.ref[nn.Module], Target] = {}
 class WeightHandle:
     """The address of a channel: small, picklable, without tensors.
 
-    Only processes of the publisher's user, on its machine, can open it, and only while the
-    publisher lives. It holds a secret that no other channel has: once the publisher is gone the
-    handle opens nothing, even if another process has got the publisher's process id.
+    Only processes of the publisher's user, on its machine, can open it, while the publisher lives.
+    It holds a secret that no other channel has, so that it never opens another one.
     """
 
     pid: int
@@ -42,9 +41,8 @@ class WeightHandle:
         """Become a reader of the channel.
 
         Raises:
-            RuntimeError: the publisher is gone or has another version of this package, this process
-                cannot see it or may not, the channel has ``max_readers`` readers, or this process
-                has too many open files. The message has the kernel's reason.
+            RuntimeError: the publisher is gone, of another version of this package or of another
+                user, the channel has ``max_readers`` readers, or the kernel refuses; it says why.
         """
         try:
             end = _host.Reader(self.pid, self.fd, self.session)
@@ -64,13 +62,9 @@ class WeightHandle:
 class Lease(_host.Lease):
     """One complete version of the weights, unchanged for as long as the lease is held.
 
-    It owns its slot from the moment in which it exists, and gives it back once: at
-    :meth:`release`, at the end of its ``with`` block, or when it is dropped. Its weights do not
-    keep it: use them within its block, as they may be overwritten after that.
-
-    Attributes:
-        version: the number of the version that :attr:`weights` are.
-        held: whether it is not released yet, and its reader is open.
+    It is given back once: by ``release()``, at the end of its ``with`` block, or when it is
+    dropped. Its weights do not keep it: they may be overwritten after that. ``version`` is its
+    number, and ``held`` says whether it is not released yet and its reader is open.
     """
 
     __slots__ = ("reader",)
@@ -80,20 +74,16 @@ class Lease(_host.Lease):
     def weights(self) -> TensorDict:
         """Read-only views of the channel's memory, nested as the dots of the names say.
 
-        Raises:
-            RuntimeError: the lease is released, its reader is closed, or this is a forked child.
+        A ``RuntimeError`` if the lease is not held.
         """
-        slot = self._slot()
-        if slot.weights is None:
-            slot.weights = self.reader.layout.tensordict(slot.views).lock_()
-        return slot.weights
+        return self._tensors()[3]
 
     @property
     def views(self) -> list[Tensor]:
-        """As :attr:`weights`, a tensor for each stored entry of the layout, in its order."""
-        return self._slot().views
+        """As :attr:`weights`, in a list with one for each stored entry of the layout."""
+        return self._tensors()[2]
 
-    def _slot(self) -> _Slot:
+    def _tensors(self) -> _Tensors:
         reader, slot = self.reader, self.slot  # read before another thread releases it
         reader.require_open()
         if not self.held:
@@ -103,9 +93,10 @@ class Lease(_host.Lease):
             )
         known = reader._slots.get(slot)
         # Pickling a view for another process moves its storage into other shared memory.
-        if known is None or known.flat.data_ptr() != known.address:
+        if known is None or known[0].data_ptr() != known[1]:
             flat = reader.memory.slot(slot)
-            known = _Slot(flat, flat.data_ptr(), reader.layout.views(flat))
+            views = reader.layout.views(flat)
+            known = flat, flat.data_ptr(), views, reader.layout.tensordict(views).lock_()
             reader._slots[slot] = known
         return known
 
@@ -114,16 +105,6 @@ class Lease(_host.Lease):
         other = Lease(of=self)
         other.reader = self.reader
         return other
-
-
-@dataclass
-class _Slot:
-    """Tensors over a slot."""
-
-    flat: Tensor
-    address: int
-    views: list[Tensor]
-    weights: TensorDict | None = None
 
 
 class WeightReader:
@@ -148,7 +129,7 @@ class WeightReader:
             CudaMemory.open(manifest.memory) if self.on_gpu else HostMemory(end, self.layout.nbytes)
         )
         self.device = self.memory.device
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _Tensors] = {}
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         self.applied: int | None = None
@@ -171,20 +152,15 @@ class WeightReader:
     def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Wait until ``version`` or a later one is published, and return the newest.
 
-        Args:
-            version: at least 0.
-            timeout: seconds; the channel's own if ``None``.
-
         Raises:
-            TimeoutError: it was not published in time.
+            TimeoutError: not in ``timeout`` seconds; the channel's own if ``None``.
             RuntimeError: the publisher has ended; the message names its process id.
         """
         count("version", version, 0, MAX_VERSION)
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         while (newest := self._end.version()) < version:
-            ended = self._end.ended()
-            remaining = deadline - time.monotonic()
+            ended, remaining = self._end.ended(), deadline - time.monotonic()
             if ended is None and remaining > 0:
                 self._end.wait(version, min(remaining, SLICE_S))
             elif (newest := self._end.version()) < version:
@@ -199,14 +175,11 @@ class WeightReader:
     def lease(self, min_version: int | None = None, timeout: float | None = None) -> Lease:
         """Lease the newest version: it does not change until the lease is released.
 
-        Args:
-            min_version: wait for this version or a later one; for the first version if ``None``.
-            timeout: seconds to wait; the channel's own if ``None``.
+        It waits for the first version, or for ``min_version`` or a later one.
 
         Raises:
-            TimeoutError: no such version was published in time.
-            RuntimeError: there is no such version and the publisher has ended; or the current
-                stream captures a CUDA graph.
+            TimeoutError, RuntimeError: as for :meth:`wait_for`.
+            RuntimeError: the current stream captures a CUDA graph.
         """
         self.require_open()
         if isinstance(self.memory, CudaMemory):
@@ -222,43 +195,23 @@ class WeightReader:
     def follow(self, module: nn.Module, mode: str = "alias", keeps: bool = False) -> Follower:
         """Keep a module at the newest version, between its calls and never during one.
 
-        ``with follower.call() as version:`` encloses a call, such as the policy's in a turn of a
-        rollout. A module has one follower for a reader: a second call returns the first one.
-        ``state_dict()`` of the module returns copies, and its parameters require no gradients:
-        training it would change what a version stands for.
+        ``with follower.call() as version:`` encloses a call. The module's ``state_dict()`` returns
+        copies, and its parameters require no gradients: training would change what a version stands
+        for. A second call returns the same follower.
 
         Args:
-            module: as for :meth:`load_into`.
-            mode: ``"alias"`` or ``"copy"``, as for :meth:`load_into`. Both hold the version in
-                calls alone, so that aliased weights may change between them.
-            keeps: in alias mode, hold the version until the next one is loaded.
+            module, mode: as for :meth:`load_into`.
+            keeps: in alias mode, hold the version until the next one is loaded. Otherwise it is
+                held in calls alone, and weights may change between them.
 
         Raises:
-            TypeError: an entry of the module is not a plain tensor.
-            ValueError: the module does not fit, or follows in another mode; another follower has
-                some of its parameters; or this process publishes them in the channel.
-
-        Example:
-            >>> import torch
-            >>> from fusedrl import WeightChannel
-            >>> trained, policy = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-            >>> with WeightChannel.create(trained) as channel, channel.handle.open() as reader:
-            ...     _ = channel.publish()
-            ...     with reader.follow(policy).call() as version:
-            ...         print(version, bool((policy.weight == trained.weight).all()))
-            1 True
+            TypeError, ValueError: the module does not fit, follows otherwise already, or has
+                parameters that another follower has, or that this process publishes in the channel.
         """
         self.require_open()
-        _check_mode(mode)
-        for follower in [*FOLLOWERS]:
-            if follower.module is module and follower.reader is self:
-                if (follower.mode, follower.keeps) != (mode, keeps):
-                    raise ValueError(
-                        f"mode: expected {follower.mode!r} with keeps={follower.keeps}, as the "
-                        f"module follows already, got {mode!r} with keeps={keeps}; close its "
-                        "follower first"
-                    )
-                return follower
+        for f in [*FOLLOWERS]:
+            if (f.reader, f.module, f.mode, f.keeps) == (self, module, mode, keeps):
+                return f
         return ModuleFollower(self, module, mode, keeps)
 
     def load_into(
@@ -271,52 +224,42 @@ class WeightReader:
     ) -> int:
         """Load the newest version into a module, and return its number.
 
-        With ``"alias"`` the parameters point to the channel's memory, without a copy, and no longer
-        require gradients; buffers are copied, because a forward pass may write to them. The version
-        is held until the next one is loaded, the module is gone or the reader closed: on a GPU,
-        load on a stream that waits for those that compute with the former one. Other tensors made
-        of a parameter do not hold it: clone what has to last. On the CPU that memory is read-only:
-        a process that writes to a parameter ends with SIGSEGV, and faulthandler, which every reader
-        enables, shows the line. With ``"copy"`` the version is copied into the module's own memory,
-        which keeps its addresses (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
+        With ``"alias"`` parameters point to the channel's memory and require no gradients. Buffers
+        are copied, as a forward pass may write to them. The version is held until the next one is
+        loaded, the module is gone or the reader closed; other tensors made of a parameter do not
+        hold it. On a GPU, load on a stream that waits for those that compute with the former one.
+        On the CPU, a process that writes to a parameter ends with SIGSEGV and shows the line.
 
-        A version that is loaded already is loaded again; compare :attr:`version` with
-        :attr:`applied` to avoid it.
+        With ``"copy"`` the version is copied into the module's own memory, which keeps addresses
+        (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
 
         Args:
-            module: a module with the names and shapes that the channel was created with; in alias
-                mode also with its dtypes and device.
-            mode: ``"alias"`` or ``"copy"``.
+            module: of the channel's names and shapes; to alias, also of its dtypes and device.
             min_version, timeout: as for :meth:`lease`.
 
         Raises:
-            ValueError: the module does not fit; the message lists the differences, and the module
-                keeps the version that it has.
+            TypeError, ValueError: the module does not fit, and keeps the version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         self.require_open()
-        _check_mode(mode)
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
             target = _LOADED.get(weakref.ref(module))
-            if target is None or target.layout is not self.layout:
-                former, target = target, Target(module, self.layout)
+            if target is None or target.layout is not self.layout or target.mode != mode:
+                former, target = target, Target(module, self.layout, mode)
                 if former is not None:
                     former.own()
                 _LOADED[weakref.ref(module, _LOADED.pop)] = target
-            if mode == "alias":
-                target.alias(lease.views, lease.share())
-            else:
-                target.copy(lease.views)
+            target.load(lease.views, lease.share())
             self.applied = lease.version
             return lease.version
 
     def close(self) -> None:
-        """End all leases and followers. Modules with aliases get copies of their own.
+        """End all leases and followers. Modules that were loaded by alias get their own memory.
 
-        Other tensors over their memory, such as ``parameter.data``, may be overwritten from then
-        on. On a GPU it waits for the device if a lease is held. In a forked child it does nothing.
+        Other tensors over the channel's, such as ``parameter.data``, may be overwritten. On a GPU
+        it waits for the device if a lease is held. In a forked child it does nothing.
         """
         if not self.is_open:
             return
@@ -345,12 +288,4 @@ class WeightReader:
         raise TypeError(
             "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
             "channel.handle and open it there"
-        )
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in ("alias", "copy"):
-        raise ValueError(
-            f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy keeps the "
-            "addresses of the parameters"
         )
