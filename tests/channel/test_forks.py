@@ -13,7 +13,6 @@ from channel_workers import model_of_zeros, publish
 from children import end_by_signals, held_by_another_thread, in_child
 
 
-
 def refused(call: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match="open the handle again in this process"):
         call()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedrl._host import Held
+from fusedrl._host import Held, Lease
 from fusedrl.channel import tensors
 from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.layout import Layout, refuse_differences
@@ -45,15 +45,16 @@ class Target:
                 "keeps the addresses of the parameters"
             )
         self.layout, self.mode = layout, mode
-        self._module, self._held = weakref.ref(module), None
+        self._module = weakref.ref(module)
+        self._held: Any = None  # the lease of what parameters lie in
         self._plan(weights_in(module))
 
     @torch.no_grad()
-    def load(self, views: Sequence[Tensor], held: Any = None) -> None:
+    def load(self, views: Sequence[Tensor], lease: Any = None) -> None:
         """Give the module the values of ``views``, which has one for each stored entry.
 
-        By alias, they become the memory of its parameters, which then require no gradients, and
-        ``held`` is kept as long. Buffers are copied, because a forward pass may write to them.
+        By alias, they become the memory of its parameters, which then require no gradients, and a
+        ``lease`` is shared as long. Buffers are copied, because a forward pass may write to them.
         """
         self._check(views)
         memory = self._of(views, self.parameters)
@@ -74,10 +75,10 @@ class Target:
         if self.mode == "alias":
             # One storage for all. It is forgotten in C, where no interrupt is lost.
             _LENT.add(weakref.ref(views[0].untyped_storage(), _LENT.discard))
-            self._held = self._held, held  # an interrupt leaves both
+            self._held = self._held, lease and Lease(of=lease)  # an interrupt leaves both
             # In C, too: an interrupt comes before the first or behind the last.
             list(map(setattr, self.parameters.values(), repeat("data"), memory))
-            self._held = held
+            self._held = self._held[1]
 
     def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
         """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
@@ -109,7 +110,8 @@ class Target:
                     tensors.check_supported(name, tensor, "module")
             self._memory = memory
         differences = [
-            f"{name}: expected the values of {first}, as the module has one tensor for both, got others"
+            f"{name}: expected the values of {first}, since the module has one tensor for both, "
+            "got others"
             for name, i, first, j, dtype in self._ties
             if not tensors.same_values(views[i], views[j], dtype)
         ]
@@ -186,7 +188,7 @@ class Follower:
                 if running.value is None or not self.reader.on_gpu:
                     return Held(self.version, running)
                 # Each call's own lease waits, when it is given back, for the work on its stream.
-                return Held(self.version, running, running.value.share())
+                return Held(self.version, running, Lease(of=running.value))
             finally:
                 running = None  # which the traceback of an interrupt would keep
 
@@ -250,7 +252,7 @@ class ModuleFollower(Follower):
         try:
             if lease.version != self.version or not self._is_current:
                 self._is_current = False
-                self.target.load(lease.views, lease.share() if self.keeps else None)
+                self.target.load(lease.views, lease if self.keeps else None)
                 self.version = lease.version
                 self._is_current = True
             return lease

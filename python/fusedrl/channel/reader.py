@@ -251,7 +251,7 @@ class WeightReader:
                 if former is not None:
                     former.own()
                 _LOADED[weakref.ref(module, _LOADED.pop)] = target
-            target.load(lease.views, lease.share())
+            target.load(lease.views, lease)
             self.applied = lease.version
             return lease.version
 
