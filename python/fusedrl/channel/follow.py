@@ -44,8 +44,7 @@ class Target:
                 f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
                 "keeps the addresses of the parameters"
             )
-        self.layout, self.mode = layout, mode
-        self._module = weakref.ref(module)
+        self.layout, self.mode, self._module = layout, mode, weakref.ref(module)
         self._held: Any = None  # the lease of what parameters lie in
         self._plan(weights_in(module))
 
@@ -201,13 +200,8 @@ class Follower:
         self._loaded = call = self.call()
         return call.value
 
-    def _switch(self) -> Any:
-        """Load the newest version, which no call computes with yet; the lease that holds it."""
-        raise NotImplementedError
-
-    def close(self, detach: bool = True) -> None:
-        """Follow no more; if it detaches, leave the module a version in memory of its own."""
-        raise NotImplementedError
+    close: Callable[..., None]
+    _switch: Callable[[], Any]  # loads the newest version, and returns what holds it, if anything
 
 
 class ModuleFollower(Follower):
@@ -261,8 +255,7 @@ class ModuleFollower(Follower):
             raise
 
     def _give_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        # A view would change later. Pickling it for another process would also move its storage out
-        # of the channel's memory.
+        # A view would change later, and to pickle it would move its storage out of the channel.
         with self.call():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if prefix + name in state:
@@ -287,7 +280,7 @@ class ModuleFollower(Follower):
             self._is_current = False
 
     def close(self, detach: bool = True) -> None:
-        """Follow no more, as :meth:`Follower.close` says."""
+        """Follow no more; if it detaches, leave the module a version in memory of its own."""
         for hook in self._hooks:
             hook.remove()
         FOLLOWERS.discard(self)

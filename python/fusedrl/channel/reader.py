@@ -64,7 +64,7 @@ class Lease(_host.Lease):
 
     It is given back once: by ``release()``, at the end of its ``with`` block, or when it is
     dropped. Its weights do not keep it: they may be overwritten after that. ``version`` is its
-    number, and ``held`` says whether it is not released yet and its reader is open.
+    number, and ``held`` says whether it is not released yet, and its reader is open.
     """
 
     __slots__ = ("reader",)
@@ -72,10 +72,7 @@ class Lease(_host.Lease):
 
     @property
     def weights(self) -> TensorDict:
-        """Read-only views of the channel's memory, nested as the dots of the names say.
-
-        A ``RuntimeError`` if the lease is not held.
-        """
+        """Read-only views of the channel's memory, nested as the dots of the names say."""
         return self._tensors()[3]
 
     @property
@@ -110,10 +107,8 @@ class Lease(_host.Lease):
 class WeightReader:
     """Reads complete versions of a channel's weights. :meth:`WeightHandle.open` makes one.
 
-    Threads may share a reader. A forked child may not: it opens the handle again.
-
-    Attributes:
-        applied: the version that :meth:`load_into` loaded last.
+    Threads may share a reader. A forked child may not: it opens the handle again. ``applied`` is
+    the version that :meth:`load_into` loaded last.
     """
 
     def __init__(self, end: _host.Reader, session: str) -> None:
@@ -161,15 +156,14 @@ class WeightReader:
         deadline = time.monotonic() + limit
         while (newest := self._end.version()) < version:
             ended, remaining = self._end.ended(), deadline - time.monotonic()
-            if ended is None and remaining > 0:
-                self._end.wait(version, min(remaining, SLICE_S))
-            elif (newest := self._end.version()) < version:
+            if (ended is not None or remaining <= 0) and self._end.version() < version:
                 raise (TimeoutError if ended is None else RuntimeError)(
                     f"version: expected {version} or later within {limit} s, "
                     f"got {'none' if newest < 0 else newest}, and the publisher "
                     f"(pid {self._end.publisher_pid()}) {ended or 'runs'}; call publish() there or "
                     "raise timeout, or open the handle of a new channel where it has ended"
                 )
+            self._end.wait(version, min(remaining, SLICE_S))
         return newest
 
     def lease(self, min_version: int | None = None, timeout: float | None = None) -> Lease:
