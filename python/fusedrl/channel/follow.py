@@ -217,7 +217,7 @@ class ModuleFollower(Follower):
         if not others.isdisjoint(map(id, parameters)):
             raise ValueError(
                 "module: expected parameters that nothing else loads, got some that follow a "
-                "channel already; publish a module that has all of them through one channel"
+                "channel already; close their follower, or follow one channel that has all of them"
             )
         # A step of a trainer that is not published yet would be lost at the next load, or computed
         # with under the number of an older version. In alias mode, it would end the process.

@@ -186,6 +186,7 @@ def follow_channel(
             follower: Follower = EngineFollower(channel, reader, policy)
         else:
             module = _module_with(policy, reader)
+            # Not reader.follow(): a follower that somebody else has is not closed here.
             follower = ModuleFollower(reader, module, mode, keeps=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
