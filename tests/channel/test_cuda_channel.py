@@ -11,7 +11,6 @@ from channel.fake_driver import FakeDriver, Launched
 from prepared import processes
 
 from fusedrl.channel import WeightChannel, cuda
-from fusedrl.channel.following import Follower
 
 NAMES = "abcd"
 
@@ -99,7 +98,7 @@ def test_a_slot_is_not_written_before_all_threads_that_share_a_call_have_compute
         WeightChannel.create(ours, device="cuda:0", slots=2) as channel,
         channel.handle.open() as reader,
     ):
-        follower = Follower(reader, policy, "copy")
+        follower = reader.follow(policy, "copy")
         with driver.stream(1):
             channel.publish(version=1)
         seen = torch.zeros(32)
@@ -107,7 +106,7 @@ def test_a_slot_is_not_written_before_all_threads_that_share_a_call_have_compute
 
             def call():
                 with driver.stream(5), follower.call():
-                    source = follower._running().lease.views[0].view(-1)
+                    source = follower._running().value.views[0].view(-1)
                     driver.copy(seen.view(torch.uint8), source.view(torch.uint8), 0.1)
 
             thread = threading.Thread(target=call)

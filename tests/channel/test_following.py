@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from fusedrl.channel import WeightChannel
-from fusedrl.channel.following import Follower, followers_of
+from fusedrl.channel.follow import followers_of
 
 
 def filled(version: float) -> nn.Sequential:
@@ -43,7 +43,7 @@ def reader(channel):
 @pytest.fixture(params=["alias", "copy"])
 def followed(request, reader):
     model = filled(0)
-    follower = Follower(reader, model, request.param)
+    follower = reader.follow(model, request.param)
     yield model, follower
     follower.close()
 
@@ -136,9 +136,9 @@ def test_what_is_trained_here_follows_no_channel_of_its_own(mode, weights, follo
     with WeightChannel.create(weights(trained)) as channel, channel.handle.open() as reader:
         channel.publish()
         with pytest.raises(ValueError, match=f"{REFUSED}.*copy.deepcopy"):
-            Follower(reader, follows(trained), mode)
+            reader.follow(follows(trained), mode)
         assert trained[0].weight.requires_grad
-        follower = Follower(reader, copy.deepcopy(trained), mode)
+        follower = reader.follow(copy.deepcopy(trained), mode)
         vector = nn.utils.parameters_to_vector(trained.parameters())
         nn.utils.vector_to_parameters(vector + 1, trained.parameters())
         with follower.call() as version:
@@ -147,48 +147,35 @@ def test_what_is_trained_here_follows_no_channel_of_its_own(mode, weights, follo
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
-def test_what_follows_a_channel_is_not_published_in_it(mode):
-    with WeightChannel.create(filled(0)) as channel, channel.handle.open() as reader:
-        policy = filled(0)
-        follower = Follower(reader, policy, mode)
-        for _ in range(2):
-            with pytest.raises(ValueError, match=REFUSED):
-                channel.publish(policy)
-            channel.publish(filled(5))
-            with follower.call():
-                assert content(policy) == {5}
-        with WeightChannel.create(policy) as relay:  # another channel has other readers
-            relay.publish()
-        follower.close()
-        channel.publish(policy)
-
-
-@pytest.mark.parametrize("mode", ["alias", "copy"])
 def test_a_module_that_follows_cannot_be_trained(reader, mode):
     """Also where nobody sees that it is what is trained: a clone of it is published."""
     model = filled(0)
-    follower = Follower(reader, model, mode)
+    follower = reader.follow(model, mode)
     with pytest.raises(RuntimeError, match="does not require grad"):
         model(torch.ones(3, 2)).sum().backward()
     follower.close()
 
 
 def test_parameters_have_one_follower(channel, reader, followed):
-    model, _ = followed
-    with (
-        WeightChannel.create(model[0]) as other,
-        other.handle.open() as theirs,
-        pytest.raises(ValueError, match="parameters that nothing else loads"),
-    ):
-        Follower(theirs, nn.Sequential(model[0])[0])
+    model, follower = followed
+    assert reader.follow(model, follower.mode) is follower
+    others = [(reader, model, {"alias": "copy", "copy": "alias"}[follower.mode])]
+    with WeightChannel.create(model[0]) as other, other.handle.open() as theirs:
+        others += [(theirs, model[0], "copy"), (theirs, nn.Sequential(model[0])[0], "copy")]
+        for by, module, mode in others:
+            with pytest.raises(ValueError, match="parameters that nothing else loads"):
+                by.follow(module, mode)
+    with pytest.raises(ValueError, match="mode: expected 'alias' or 'copy', got 'both'"):
+        reader.follow(filled(0), "both")
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
-def test_a_closed_follower_leaves_the_module_its_own_memory(channel, reader, mode):
-    model = filled(0)
-    follower = Follower(reader, model, mode)
+@pytest.mark.parametrize("closed", ["follower", "reader"])
+def test_who_closes_leaves_the_module_its_own_memory(channel, mode, closed):
+    model, reader = filled(0), channel.handle.open()
+    follower = reader.follow(model, mode)
     follower.load()
-    follower.close()
+    {"follower": follower, "reader": reader}[closed].close()
     for version in range(2, 6):
         channel.publish(filled(version))
     assert content(model) == {1}
@@ -196,3 +183,4 @@ def test_a_closed_follower_leaves_the_module_its_own_memory(channel, reader, mod
         model[0].weight.fill_(3)
     assert followers_of(model) == []
     assert not model._state_dict_hooks and not model._load_state_dict_pre_hooks
+    reader.close()

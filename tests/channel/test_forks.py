@@ -12,8 +12,6 @@ import pytest
 from channel_workers import model_of_zeros, publish
 from children import end_by_signals, held_by_another_thread, in_child
 
-from fusedrl.channel.following import Follower
-
 
 def refused(call: Callable[[], object]) -> None:
     with pytest.raises(RuntimeError, match="open the handle again in this process"):
@@ -24,7 +22,7 @@ def test_a_child_goes_on_whatever_lock_another_thread_had(channel, reader):
     publish(channel)
     policy = model_of_zeros()
     reader.load_into(policy)
-    follower = Follower(channel.handle.open(), model_of_zeros())
+    follower = channel.handle.open().follow(model_of_zeros())
     follower.load()
     locks = (
         reader._lock,

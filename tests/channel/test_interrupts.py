@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel, WeightReader
-from fusedrl.channel.following import Follower, one_version
+from fusedrl.channel.follow import one_version
 
 LONGEST_S = 0.001
 
@@ -37,7 +38,8 @@ def storm(call: Callable[[], Any], check: Callable[[], Any], interrupts: int) ->
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, LONGEST_S))
                 while armed:
                     call()
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
+                sys.last_value = error  # as an interactive interpreter keeps it
                 torch.set_grad_enabled(True)  # torch.no_grad() may be interrupted in its exit
             check()
     finally:
@@ -56,8 +58,8 @@ class Uses:
     def __init__(self, channel: WeightChannel, reader: WeightReader) -> None:
         self.channel, self.reader = channel, reader
         self.policy = workers.model_of_zeros(64)
-        self.follower = Follower(reader, self.policy)
-        self.alone = workers.model_of_zeros(64)
+        self.follower = reader.follow(self.policy)
+        self.alone, self.aliased = workers.model_of_zeros(64), workers.model_of_zeros(64)
 
     def publish(self) -> int:
         version = (self.channel.version or 0) + 1
@@ -74,11 +76,15 @@ class Uses:
             assert workers.version_in(lease.weights) == lease.version
 
     def drop(self) -> None:
-        self.reader.lease().share()
+        _host.Lease(of=self.reader.lease())
 
     def hold(self) -> None:
         with _host.Held(7, self.reader.lease(), self.reader.lease()) as value:
             assert value == 7 and self.channel.readers()[0].leased
+
+    def alias(self) -> None:
+        version = self.reader.load_into(self.aliased)
+        assert of(self.aliased) == {version}
 
     def load(self) -> None:
         version = self.reader.load_into(self.alone, "copy")
@@ -101,7 +107,7 @@ def test_a_storm_of_interrupts_leaves_nothing_leased(interrupts):
     ):
         uses, chance = Uses(channel, reader), random.Random(interrupts)
         uses.publish()
-        ways = (uses.write, uses.lease, uses.drop, uses.hold, uses.load, uses.follow)
+        ways = (uses.write, uses.lease, uses.drop, uses.hold, uses.load, uses.alias, uses.follow)
         ways += (uses.follow_within,)
 
         def call() -> None:
@@ -109,7 +115,9 @@ def test_a_storm_of_interrupts_leaves_nothing_leased(interrupts):
             chance.choice(ways)()
 
         def check() -> None:
-            assert channel.readers()[0].leased == () and not uses.follower.is_running
+            assert len(of(uses.aliased)) == 1
+            reader.load_into(uses.aliased, "copy")
+            assert channel.readers()[0].leased == () and uses.follower._running() is None
             assert not channel._end.writing()
             version = uses.publish()
             with reader.lease() as lease:
@@ -139,5 +147,5 @@ def test_an_error_that_is_kept_keeps_neither_a_lease_nor_a_slot():
             with pytest.raises((KeyboardInterrupt, ValueError)) as error:
                 call()
             errors.append(error)
-        assert channel.readers()[0].leased == () and not uses.follower.is_running
+        assert channel.readers()[0].leased == () and uses.follower._running() is None
         assert uses.publish() == 2

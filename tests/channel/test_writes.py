@@ -16,7 +16,6 @@ pytestmark = pytest.mark.heavy
 START = """
 import ctypes, faulthandler, os, signal, sys, threading, torch
 from fusedrl import WeightChannel
-from fusedrl.channel.following import Follower
 
 def model():
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
@@ -62,7 +61,7 @@ def says(done: Done) -> bool:
     [
         ALIAS + WRITE.format("policy[0].weight.zero_()"),
         "lease = reader.lease()\n" + WRITE.format("lease.weights['1', 'weight'].add_(1)"),
-        "Follower(reader, policy).load()\n" + WRITE.format("policy[1].weight.zero_()"),
+        "reader.follow(policy).load()\n" + WRITE.format("policy[1].weight.zero_()"),
         "faulthandler.enable()\n" + ALIAS + WRITE.format("policy[1].weight.zero_()"),
     ],
     ids=["method", "lease", "follower", "enabled before"],

@@ -29,7 +29,7 @@ from torchrl.weight_update import WeightSyncScheme
 from weights_workers import Ones, make_policy
 
 from fusedrl import ChannelWeightSyncScheme
-from fusedrl.channel.following import followers_of
+from fusedrl.channel.follow import followers_of
 
 __all__ = ["forked", "one_thread"]
 

@@ -18,7 +18,7 @@ from fusedrl import _host
 from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
-from fusedrl.channel.following import PUBLISHERS, refuse_followed
+from fusedrl.channel.follow import PUBLISHED
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.memory import HostMemory, Manifest, Memory
 from fusedrl.channel.reader import WeightHandle
@@ -115,6 +115,7 @@ class WeightChannel:
         self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
         self._known: tuple[list[Any], dict[str, Weight]] | None = None  # what the template has
         self._closed = False
+        PUBLISHED[session] = self
         if slots is not None:
             self._memory, self._end = slots
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
@@ -241,9 +242,8 @@ class WeightChannel:
             The version, the same on all ranks.
 
         Raises:
-            ValueError: the weights have another layout (the message lists the differences), the
-                version is not greater than the last one, or a policy in this process follows the
-                channel with the same parameters. Nothing has changed then.
+            ValueError: the weights have another layout (the message lists the differences), or the
+                version is not greater than the last one. Nothing has changed then.
             TimeoutError: readers hold all slots; the message names their process ids. Or other
                 ranks of a sharded model do not call this; the message names them.
             RuntimeError: another rank had an error; nothing is published on any rank then.
@@ -257,13 +257,8 @@ class WeightChannel:
             return writing.version
 
     def places_to_publish(self, weights: Any) -> dict[str, Weight]:
-        """As :meth:`Layout.match`, of what nothing in this process follows."""
-        is_template = weights is self.template
-        places = self._match_again() if is_template else self.layout.match(weights)
-        refuse_followed(self._session, places.values())
-        if is_template:
-            PUBLISHERS[self._session] = self
-        return places
+        """As :meth:`Layout.match`."""
+        return self._match_again() if weights is self.template else self.layout.match(weights)
 
     def _match_again(self) -> dict[str, Weight]:
         """The template's weights, as they matched last if they are the same tensors."""

@@ -155,10 +155,10 @@ class CudaMemory:
         exported = map(_Handle.from_buffer_copy, handles)
         return cls(index, [opened(each, _LAZY_PEER_ACCESS) for each in exported], manifest)
 
-    def slot(self, index: int, lease: _host.Lease | None = None) -> Tensor:
-        """The slot as a flat uint8 tensor, which may outlive this object and owns ``lease``."""
+    def slot(self, index: int) -> Tensor:
+        """The slot as a flat uint8 tensor, which may outlive this object."""
         slot, nbytes = self._slots[index], self.manifest["nbytes"]
-        return self._driver.tensor(self._device, slot.address.value, nbytes, (slot, lease))
+        return self._driver.tensor(self._device, slot.address.value, nbytes, slot)
 
     def refuse_capture(self) -> None:
         """Raise ``RuntimeError`` if the current stream captures a graph."""

@@ -31,9 +31,9 @@ class HostMemory:
     def __init__(self, end: _host.Publisher | _host.Reader, nbytes: int) -> None:
         self._end, self._nbytes = end, nbytes
 
-    def slot(self, index: int, lease: _host.Lease | None = None) -> Tensor:
-        """The bytes of a slot; the tensor keeps a ``lease`` of the slot, if there is one."""
-        return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes, lease))
+    def slot(self, index: int) -> Tensor:
+        """The bytes of a slot."""
+        return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes, None))
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
         """Nothing to do: what is mapped lives on."""

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import faulthandler
-import logging
 import threading
 import time
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
-from fusedrl.channel.layout import Layout
-from fusedrl.channel.loading import Target, own
+from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target
 from fusedrl.channel.memory import HostMemory, Manifest, Memory
-
-logger = logging.getLogger("fusedrl")
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
+_Tensors = tuple[Tensor, int, list[Tensor], TensorDict]  # a slot, its address, views of it
+# What load_into() has loaded. A module that ends is forgotten in C, where no interrupt is lost.
+_LOADED: dict[weakref.ref[nn.Module], Target] = {}
 
 
 @dataclass(frozen=True)
 class WeightHandle:
     """The address of a channel: small, picklable, without tensors.
 
-    Only processes of the publisher's user, on its machine, can open it, and only while the
-    publisher lives. It holds a secret that no other channel has: once the publisher is gone the
-    handle opens nothing, even if another process has got the publisher's process id.
+    Only processes of the publisher's user, on its machine, can open it, while the publisher lives.
+    It holds a secret that no other channel has, so that it never opens another one.
     """
 
     pid: int
@@ -45,9 +41,8 @@ class WeightHandle:
         """Become a reader of the channel.
 
         Raises:
-            RuntimeError: the publisher is gone or has another version of this package, this process
-                cannot see it or may not, the channel has ``max_readers`` readers, or this process
-                has too many open files. The message has the kernel's reason.
+            RuntimeError: the publisher is gone, of another version of this package or of another
+                user, the channel has ``max_readers`` readers, or the kernel refuses; it says why.
         """
         try:
             end = _host.Reader(self.pid, self.fd, self.session)
@@ -67,13 +62,9 @@ class WeightHandle:
 class Lease(_host.Lease):
     """One complete version of the weights, unchanged for as long as the lease is held.
 
-    It owns its slot from the moment in which it exists, and gives it back once: at
-    :meth:`release`, at the end of its ``with`` block, or when it is dropped. Its weights do not
-    keep it: use them within its block, as they may be overwritten after that.
-
-    Attributes:
-        version: the number of the version that :attr:`weights` are.
-        held: whether it is not released yet, and its reader is open.
+    It is given back once: by ``release()``, at the end of its ``with`` block, or when it is
+    dropped. Its weights do not keep it: they may be overwritten after that. ``version`` is its
+    number, and ``held`` says whether it is not released yet, and its reader is open.
     """
 
     __slots__ = ("reader",)
@@ -81,19 +72,15 @@ class Lease(_host.Lease):
 
     @property
     def weights(self) -> TensorDict:
-        """Read-only views of the channel's memory, nested as the dots of the names say.
-
-        Raises:
-            RuntimeError: the lease is released, its reader is closed, or this is a forked child.
-        """
-        return self._tensors().weights
+        """Read-only views of the channel's memory, nested as the dots of the names say."""
+        return self._tensors()[3]
 
     @property
     def views(self) -> list[Tensor]:
-        """As :attr:`weights`, a tensor for each stored entry of the layout, in its order."""
-        return self._tensors().views
+        """As :attr:`weights`, in a list with one for each stored entry of the layout."""
+        return self._tensors()[2]
 
-    def _tensors(self) -> _SlotTensors:
+    def _tensors(self) -> _Tensors:
         reader, slot = self.reader, self.slot  # read before another thread releases it
         reader.require_open()
         if not self.held:
@@ -103,8 +90,11 @@ class Lease(_host.Lease):
             )
         known = reader._slots.get(slot)
         # Pickling a view for another process moves its storage into other shared memory.
-        if known is None or known.flat.data_ptr() != known.address:
-            known = reader._slots[slot] = _SlotTensors(reader.memory.slot(slot), reader.layout)
+        if known is None or known[0].data_ptr() != known[1]:
+            flat = reader.memory.slot(slot)
+            views = reader.layout.views(flat)
+            known = flat, flat.data_ptr(), views, reader.layout.tensordict(views).lock_()
+            reader._slots[slot] = known
         return known
 
     def share(self) -> Lease:
@@ -113,48 +103,12 @@ class Lease(_host.Lease):
         other.reader = self.reader
         return other
 
-    def load(self, target: Target, mode: str, keeps: bool = False) -> None:
-        """Make a module compute with this version, by ``mode="alias"`` or ``"copy"``.
-
-        An alias has a lease of its own if it ``keeps`` the version; else hold this one meanwhile.
-        """
-        if mode not in ("alias", "copy"):
-            raise ValueError(
-                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
-                "keeps the addresses of the parameters"
-            )
-        if mode == "copy":
-            target.copy(self.views)
-        elif not keeps:
-            target.alias(self.views)
-        else:
-            flat = self.reader.memory.slot(self.slot, self.share())
-            with torch.inference_mode(False):
-                target.alias(self.views, flat)
-            kept = weakref.ref(flat.untyped_storage()), [*map(weakref.ref, target.parameters)]
-            with self.reader._lock:
-                self.reader._kept = [kept, *(k for k in self.reader._kept if k[0]() is not None)]
-
-
-class _SlotTensors:
-    """Tensors over a slot."""
-
-    def __init__(self, flat: Tensor, layout: Layout) -> None:
-        self.flat, self.address, self._layout = flat, flat.data_ptr(), layout
-        self.views = layout.views(flat)
-
-    @cached_property
-    def weights(self) -> TensorDict:
-        return self._layout.tensordict(self.views).lock_()
-
 
 class WeightReader:
     """Reads complete versions of a channel's weights. :meth:`WeightHandle.open` makes one.
 
-    Threads may share a reader. A forked child may not: it opens the handle again.
-
-    Attributes:
-        applied: the version that :meth:`load_into` loaded last.
+    Threads may share a reader. A forked child may not: it opens the handle again. ``applied`` is
+    the version that :meth:`load_into` loaded last.
     """
 
     def __init__(self, end: _host.Reader, session: str) -> None:
@@ -170,10 +124,7 @@ class WeightReader:
             CudaMemory.open(manifest.memory) if self.on_gpu else HostMemory(end, self.layout.nbytes)
         )
         self.device = self.memory.device
-        self._slots: dict[int, _SlotTensors] = {}
-        self._targets: weakref.WeakKeyDictionary[nn.Module, Target] = weakref.WeakKeyDictionary()
-        # Memory that owns a lease, and the parameters that were made to lie there.
-        self._kept: list[tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Tensor]]]] = []
+        self._slots: dict[int, _Tensors] = {}
         # Re-entrant: a reader may be closed by what the garbage collector finds.
         self._lock = threading.RLock()
         self.applied: int | None = None
@@ -196,42 +147,33 @@ class WeightReader:
     def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Wait until ``version`` or a later one is published, and return the newest.
 
-        Args:
-            version: at least 0.
-            timeout: seconds; the channel's own if ``None``.
-
         Raises:
-            TimeoutError: it was not published in time.
+            TimeoutError: not in ``timeout`` seconds; the channel's own if ``None``.
             RuntimeError: the publisher has ended; the message names its process id.
         """
         count("version", version, 0, MAX_VERSION)
         limit = self._timeout if timeout is None else seconds("timeout", timeout)
         deadline = time.monotonic() + limit
         while (newest := self._end.version()) < version:
-            ended = self._end.ended()
-            remaining = deadline - time.monotonic()
-            if ended is None and remaining > 0:
-                self._end.wait(version, min(remaining, SLICE_S))
-            elif (newest := self._end.version()) < version:
+            ended, remaining = self._end.ended(), deadline - time.monotonic()
+            if (ended is not None or remaining <= 0) and self._end.version() < version:
                 raise (TimeoutError if ended is None else RuntimeError)(
                     f"version: expected {version} or later within {limit} s, "
                     f"got {'none' if newest < 0 else newest}, and the publisher "
                     f"(pid {self._end.publisher_pid()}) {ended or 'runs'}; call publish() there or "
                     "raise timeout, or open the handle of a new channel where it has ended"
                 )
+            self._end.wait(version, min(remaining, SLICE_S))
         return newest
 
     def lease(self, min_version: int | None = None, timeout: float | None = None) -> Lease:
         """Lease the newest version: it does not change until the lease is released.
 
-        Args:
-            min_version: wait for this version or a later one; for the first version if ``None``.
-            timeout: seconds to wait; the channel's own if ``None``.
+        It waits for the first version, or for ``min_version`` or a later one.
 
         Raises:
-            TimeoutError: no such version was published in time.
-            RuntimeError: there is no such version and the publisher has ended; or the current
-                stream captures a CUDA graph.
+            TimeoutError, RuntimeError: as for :meth:`wait_for`.
+            RuntimeError: the current stream captures a CUDA graph.
         """
         self.require_open()
         if isinstance(self.memory, CudaMemory):
@@ -244,6 +186,28 @@ class WeightReader:
             lease.before_release = self.memory.give_back
         return lease
 
+    def follow(self, module: nn.Module, mode: str = "alias", keeps: bool = False) -> Follower:
+        """Keep a module at the newest version, between its calls and never during one.
+
+        ``with follower.call() as version:`` encloses a call. The module's ``state_dict()`` returns
+        copies, and its parameters require no gradients: training would change what a version stands
+        for. A second call returns the same follower.
+
+        Args:
+            module, mode: as for :meth:`load_into`.
+            keeps: in alias mode, hold the version until the next one is loaded. Otherwise it is
+                held in calls alone, and weights may change between them.
+
+        Raises:
+            TypeError, ValueError: the module does not fit, follows otherwise already, or has
+                parameters that another follower has, or that this process publishes in the channel.
+        """
+        self.require_open()
+        for f in [*FOLLOWERS]:
+            if (f.reader, f.module, f.mode, f.keeps) == (self, module, mode, keeps):
+                return f
+        return ModuleFollower(self, module, mode, keeps)
+
     def load_into(
         self,
         module: nn.Module,
@@ -254,60 +218,52 @@ class WeightReader:
     ) -> int:
         """Load the newest version into a module, and return its number.
 
-        With ``"alias"`` the parameters point to the channel's memory, without a copy, and no longer
-        require gradients; buffers are copied, because a forward pass may write to them. The version
-        is held until the next one is loaded: on a GPU, load that on a stream that waits for those
-        that compute with this one. On the CPU that memory is read-only: a process that writes to a
-        parameter ends with SIGSEGV, and faulthandler, which every reader enables, shows the line.
-        With ``"copy"`` the version is copied into the module's own memory, which keeps its
-        addresses (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
+        With ``"alias"`` parameters point to the channel's memory and require no gradients. Buffers
+        are copied, as a forward pass may write to them. The version is held until the next one is
+        loaded, the module is gone or the reader closed; other tensors made of a parameter do not
+        hold it. On a GPU, load on a stream that waits for those that compute with the former one.
+        On the CPU, a process that writes to a parameter ends with SIGSEGV and shows the line.
 
-        A version that is loaded already is loaded again; compare :attr:`version` with
-        :attr:`applied` to avoid it.
+        With ``"copy"`` the version is copied into the module's own memory, which keeps addresses
+        (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
 
         Args:
-            module: a module with the names and shapes that the channel was created with; in alias
-                mode also with its dtypes and device.
-            mode: ``"alias"`` or ``"copy"``.
+            module: of the channel's names and shapes; to alias, also of its dtypes and device.
             min_version, timeout: as for :meth:`lease`.
 
         Raises:
-            ValueError: the module does not fit; the message lists the differences, and the module
-                keeps the version that it has.
+            TypeError, ValueError: the module does not fit, and keeps the version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         self.require_open()
-        target = self._targets.get(module)
-        target = target or self._targets.setdefault(module, Target(module, self.layout))
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
-            lease.load(target, mode, keeps=True)
+            target = _LOADED.get(weakref.ref(module))
+            if target is None or target.layout is not self.layout or target.mode != mode:
+                former, target = target, Target(module, self.layout, mode)
+                if former is not None:
+                    former.own()
+                _LOADED[weakref.ref(module, _LOADED.pop)] = target
+            target.load(lease.views, lease)
             self.applied = lease.version
             return lease.version
 
     def close(self) -> None:
-        """End all leases. Modules that were loaded by alias get copies of their own.
+        """End all leases and followers. Modules that were loaded by alias get their own memory.
 
-        Other tensors over their memory, such as ``parameter.data``, may be overwritten from then
-        on; a warning is logged if there are any. On a GPU it waits for the device if a lease is
-        held. In a forked child it does nothing.
+        Other tensors over the channel's, such as ``parameter.data``, may be overwritten. On a GPU
+        it waits for the device if a lease is held. In a forked child it does nothing.
         """
         if not self.is_open:
             return
+        for follower in [*FOLLOWERS]:
+            if follower.reader is self:
+                follower.close()
         with self._lock:
-            is_used = False
-            for storage, references in self._kept:
-                parameters = [p for reference in references if (p := reference()) is not None]
-                own([p for p in parameters if p.untyped_storage() is storage()])
-                # Parameters that are being freed are gone before their memory is.
-                is_used |= storage() is not None and len(parameters) == len(references)
-            if is_used:
-                logger.warning(
-                    "close: expected no tensors over a version but parameters, got some made of "
-                    "them, which may be overwritten now; clone such tensors, or close the reader "
-                    "after their last use"
-                )
+            for target in _LOADED.copy().values():
+                if target.layout is self.layout:
+                    target.own()
             if isinstance(self.memory, CudaMemory) and self._end.leases():
                 self.memory.synchronize()
             self._end.close()

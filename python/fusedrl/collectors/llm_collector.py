@@ -15,7 +15,7 @@ from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
-from fusedrl.channel.following import Following
+from fusedrl.channel.follow import Follower
 from fusedrl.collectors.batches import batches_of, buffer_of
 from fusedrl.collectors.options import DialogOptions, check_environment, check_state, check_total
 from fusedrl.collectors.policy_version import tracked
@@ -316,7 +316,7 @@ class LLMCollector(_LLMCollector):
             else:
                 write_weights(self.policy, named[0])
 
-    def hold_turns(self, follower: Following) -> Callable[[bool], None]:
+    def hold_turns(self, follower: Follower) -> Callable[[bool], None]:
         """Let each turn hold one version of what follows a channel, unless another does.
 
         Returns:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fusedrl.channel.following import Following, Held
+from fusedrl.channel.follow import Follower, Held
 from fusedrl.weights.follow import number_own, refuse_another_channel
 
 WAIT_S = 600.0  # seconds that an update waits for turns, and a turn for an update
@@ -45,7 +45,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.tracker: Any = None
-        self.follower: Following | None = None
+        self.follower: Follower | None = None
         self.settle: Callable[[float], bool] = lambda seconds: True
         self.patience = WAIT_S
         self.close: Callable[[], None] | None = None
@@ -55,7 +55,7 @@ class Versions:
         self._counting = threading.Lock()
 
     def follow(
-        self, follower: Following, close: Callable[[], None] | None = None
+        self, follower: Follower, close: Callable[[], None] | None = None
     ) -> Callable[[bool], None]:
         """Let a follower of a channel bring the policy's weights; returns :meth:`leave`.
 
@@ -89,13 +89,14 @@ class Versions:
             call = Held(None, self._begin(updates=False))
         else:
             call = self.follower.call()
+        version = call.value
         if self.tracker is None:
-            call.value = None
-        elif call.value is None:
-            call.value = self.tracker.version
-        elif call.value != self.tracker.version:
-            self.tracker.version = call.value
-        return call
+            version = None
+        elif version is None:
+            version = self.tracker.version
+        elif version != self.tracker.version:
+            self.tracker.version = version
+        return Held(version, call)
 
     @contextmanager
     def update(self, numbered: bool = False) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedrl.channel.following import one_version
+from fusedrl.channel.follow import one_version
 from fusedrl.compat.torch import buffers_of, parameters_of
 from fusedrl.compat.transformers import has_reentrant_checkpoints
 from fusedrl.models.capabilities import capabilities_of

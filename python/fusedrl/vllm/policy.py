@@ -17,7 +17,7 @@ from tensordict import TensorDictBase, set_list_to_stack
 from torch import nn
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Following
+from fusedrl.channel.follow import Follower
 from fusedrl.compat.torchrl import VLLM_CALLS, engine_kind
 from fusedrl.vllm.engines import engine_of
 from fusedrl.vllm.token_versions import PADDING, STARTED_WITH, TOKENS_KEY, token_versions
@@ -55,7 +55,7 @@ def wrappers_in(policy: Any) -> list[Any]:
 _FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
 
 
-class EngineFollower(Following):
+class EngineFollower(Follower):
     """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
 
     As long as it is followed, torchrl's wrappers report the version of each token, if vLLM does
@@ -97,8 +97,8 @@ class EngineFollower(Following):
         self._reports = [ReportedVersions(wrapper) for wrapper in of_torchrl]
         _FOLLOWERS.add(self)
 
-    def _switch(self, timeout: float | None) -> None:
-        newest, update = self.reader.wait_for(0, timeout), self._update
+    def _switch(self) -> None:
+        newest, update = self.reader.version, self._update
         with update.known.lock:
             if update.known.has != (self.reader.session, newest):
                 run_calls(update.run(newest))

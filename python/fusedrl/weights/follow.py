@@ -15,7 +15,7 @@ from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.following import Follower, Following
+from fusedrl.channel.follow import Follower, ModuleFollower
 from fusedrl.channel.tensors import weights_in
 from fusedrl.compat import torchrl
 from fusedrl.vllm.policy import EngineFollower, wrappers_in
@@ -34,7 +34,7 @@ class LeasedVersion:
         follower: the follower of the collector's policy.
     """
 
-    def __init__(self, transform: Any, follower: Following) -> None:
+    def __init__(self, transform: Any, follower: Follower) -> None:
         self.version_type = transform.version_type
         self._follower = follower
 
@@ -51,7 +51,7 @@ class LeasedVersion:
         """Do nothing: an update is counted when it is published."""
 
 
-def number_own(tracker: Any, follower: Following) -> None:
+def number_own(tracker: Any, follower: Follower) -> None:
     """Number the weights that a policy gets back from its trainer, after all that are published."""
     tracker.version = (follower.reader.version or 0) + 1
 
@@ -87,7 +87,7 @@ class Attachment:
         ValueError: the collector tags frames with UUIDs, or with the versions of another follower.
     """
 
-    def __init__(self, collector: Any, follower: Following, is_policy: bool) -> None:
+    def __init__(self, collector: Any, follower: Follower, is_policy: bool) -> None:
         self._collector = weakref.ref(collector)
         self._follower = follower
         self._leave: Callable[[bool], None] | None = None
@@ -154,7 +154,7 @@ def call_if_alive(method: weakref.WeakMethod[Any], *args: Any, **kwargs: Any) ->
 
 def follow_channel(
     channel: WeightHandle | WeightReader, policy: Any, mode: Literal["alias", "copy"]
-) -> tuple[Following, Callable[[], None]]:
+) -> tuple[Follower, Callable[[], None]]:
     """Let a policy follow a channel.
 
     Args:
@@ -183,10 +183,11 @@ def follow_channel(
                     "channel: expected a WeightHandle for a policy with a vLLM engine, which opens "
                     f"it in a process of its own, got {type(channel).__name__}; pass channel.handle"
                 )
-            follower: Following = EngineFollower(channel, reader, policy)
+            follower: Follower = EngineFollower(channel, reader, policy)
         else:
             module = _module_with(policy, reader)
-            follower = Follower(reader, module, mode, keeps=True)
+            # Not reader.follow(): a follower that somebody else has is not closed here.
+            follower = ModuleFollower(reader, module, mode, keeps=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
 

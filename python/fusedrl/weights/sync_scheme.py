@@ -21,7 +21,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.channel.checks import seconds
-from fusedrl.channel.following import Follower, Following
+from fusedrl.channel.follow import Follower
 from fusedrl.compat import torchrl
 from fusedrl.vllm.policy import EngineFollower, wrappers_in
 from fusedrl.weights.follow import Attachment, call_if_alive, module_of, patch_attribute
@@ -95,7 +95,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     _finalizer: weakref.finalize[..., Any] | None  # shuts down with the collector
     # The end where a collector computes with the weights, which may be the trainer's process too.
     _reader: WeightReader | None
-    _follower: Following | None
+    _follower: Follower | None
     _attachment: Attachment | None
     _local: Any  # this process's model
 
@@ -382,7 +382,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         with follower.call():
             pass  # releases the version that is held until the first batch
 
-    def _follow(self, model: Any, collector: Any = None) -> Following:
+    def _follow(self, model: Any, collector: Any = None) -> Follower:
         """Load the newest version into a model, and hold it until the model is called.
 
         Args:
@@ -411,7 +411,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             self._follower = EngineFollower(self._handle, reader, module)
         else:
             # A policy that the trainer can call is held between batches too.
-            self._follower = Follower(reader, module, mode, keeps=self._put_back is not None)
+            self._follower = reader.follow(module, mode, keeps=self._put_back is not None)
         self._follower.load()
         return self._follower
 

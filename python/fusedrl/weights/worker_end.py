@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl.modules.inference_server import InferenceServer
 
 from fusedrl.channel import WeightReader
-from fusedrl.channel.following import followers_of
+from fusedrl.channel.follow import followers_of
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.tensors import weights_in
 from fusedrl.compat import torch as torch_names

@@ -1,0 +1,315 @@
+"""Lets modules compute with the versions of a channel: what is loaded, and the calls of one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedrl._host import Held, Lease
+from fusedrl.channel import tensors
+from fusedrl.channel.adapters import has_adapters
+from fusedrl.channel.layout import Layout, refuse_differences
+from fusedrl.channel.tensors import Weight, described, weights_in
+from fusedrl.compat.torch import copy_all
+
+logger = logging.getLogger("fusedrl")
+# The channels of this process, by session, each with the template that it publishes.
+PUBLISHED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+FOLLOWERS: weakref.WeakSet[ModuleFollower] = weakref.WeakSet()
+# A child has memory of its own, and locks that nobody may unlock there.
+os.register_at_fork(after_in_child=lambda: (PUBLISHED.clear(), FOLLOWERS.clear()))
+# The storages that `alias` gave to modules, which nothing may write to.
+_LENT: set[weakref.ref[torch.UntypedStorage]] = set()
+
+
+class Target:
+    """A module that the weights of a layout are loaded into, version after version.
+
+    It may be within DistributedDataParallel or ``torch.compile``, and what it has may be replaced.
+    A ``TypeError`` or ``ValueError`` about it comes before anything changes.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, mode: str) -> None:
+        if mode not in ("alias", "copy"):
+            raise ValueError(
+                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
+                "keeps the addresses of the parameters"
+            )
+        self.layout, self.mode, self._module = layout, mode, weakref.ref(module)
+        self._held: Any = None  # the lease of what parameters lie in
+        self._plan(weights_in(module))
+
+    @torch.no_grad()
+    def load(self, views: Sequence[Tensor], lease: Any = None) -> None:
+        """Give the module the values of ``views``, which has one for each stored entry.
+
+        By alias, they become the memory of its parameters, which then require no gradients, and a
+        ``lease`` is shared as long. Buffers are copied, because a forward pass may write to them.
+        """
+        self._check(views)
+        memory = self._of(views, self.parameters)
+        if self.mode == "copy":
+            self.own(torch.empty_like)
+        else:
+            differences = [
+                f"{n}: expected {described(v)} on {v.device}, got {described(p)} on {p.device}"
+                for (n, p), v in zip(self.parameters.items(), memory, strict=True)
+                if p.dtype != v.dtype or p.device != v.device
+            ]
+            remedy = "make it of the channel's dtype and device, or load with mode='copy'"
+            refuse_differences("module", differences, remedy)
+            for parameter in self.parameters.values():
+                if parameter.requires_grad:
+                    parameter.requires_grad_(False)
+        copy_all([*self._copied.values()], self._of(views, self._copied))
+        if self.mode == "alias":
+            # One storage for all. It is forgotten in C, where no interrupt is lost.
+            _LENT.add(weakref.ref(views[0].untyped_storage(), _LENT.discard))
+            self._held = self._held, lease and Lease(of=lease)  # an interrupt leaves both
+            # In C, too: an interrupt comes before the first or behind the last.
+            list(map(setattr, self.parameters.values(), repeat("data"), memory))
+            self._held = self._held[1]
+
+    def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
+        storages = map(Tensor.untyped_storage, self.parameters.values())
+        if _LENT and not _LENT.isdisjoint(map(weakref.ref, storages)):
+            with torch.inference_mode(False):  # tensors made in that mode could not be trained
+                for parameter in self.parameters.values():
+                    if weakref.ref(parameter.untyped_storage()) in _LENT:
+                        parameter.data = copied(parameter.data)
+        self._held = None
+
+    def _of(self, views: Sequence[Tensor], names: Iterable[str]) -> list[Tensor]:
+        return [views[self.layout.view_of[name]] for name in names]
+
+    def _check(self, views: Sequence[Tensor]) -> None:
+        """Check all that may have changed since the last load."""
+        found = weights_in(self._module())  # which the caller keeps alive
+        if tensors.facts(found) != self._facts:
+            self._plan(found)
+        if self._inference and (self.mode == "alias" or not torch.is_inference_mode_enabled()):
+            raise ValueError(
+                f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
+                "inference mode; make the module outside of torch.inference_mode()"
+            )
+        memory = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self._copied.values()]
+        if memory != self._memory:
+            for name, tensor in self._copied.items():
+                if not tensors.has_memory(tensor):
+                    tensors.check_supported(name, tensor, "module")
+            self._memory = memory
+        differences = [
+            f"{name}: expected the values of {first}, since the module has one tensor for both, "
+            "got others"
+            for name, i, first, j, dtype in self._ties
+            if not tensors.same_values(views[i], views[j], dtype)
+        ]
+        remedy = "publish weights that are tied, or load into a model that is not"
+        refuse_differences("module", differences, remedy)
+
+    def _plan(self, found: Sequence[Weight]) -> None:
+        """Find the tensor for each entry; if the module is refused, the former plan stays."""
+        layout, weights = self.layout, {weight.name: weight for weight in found}
+        if layout.merged and has_adapters(self._module()):
+            raise ValueError(
+                "module: expected a model without adapters for weights that they are merged into, "
+                "got one with; load into the base model, or publish without merge_adapters"
+            )
+        _, differences = layout.compared(weights, "module", layout.stored)
+        differences += [
+            f"{entry.name}: expected {described(entry)}, got no such entry"
+            for entry in layout.entries
+            if entry.tied_to is not None and entry.name not in weights
+        ]
+        remedy = "load into a model of the published one's architecture"
+        refuse_differences("module", differences, remedy)
+        loaded = [weights[name] for name in layout.view_of]
+        ties, first_of = [], {}
+        for weight, index in zip(loaded, layout.view_of.values(), strict=True):
+            if tensors.is_dtensor(weight.tensor):
+                raise TypeError(
+                    f"module: {weight.name}: expected a tensor of this process, got a DTensor; "
+                    "load into a module that is not sharded"
+                )
+            # One tensor for two entries can only be loaded if the values of both are equal.
+            first = first_of.setdefault(weight.identity(), weight.name)
+            if (other := layout.view_of[first]) != index:
+                ties.append((weight.name, index, first, other, weight.tensor.dtype))
+        self.parameters = {w.name: w.tensor for w in loaded if w.kind == "parameter"}
+        copied = [w for w in loaded if self.mode == "copy" or w.kind != "parameter"]
+        self._copied = {w.name: w.tensor for w in copied}
+        self._inference = [weight.name for weight in loaded if weight.tensor.is_inference()]
+        self._ties, self._facts = ties, tensors.facts(found)
+        self._memory: list[tuple[int, int]] = []  # of what is copied into, as it was last
+
+
+class Follower:
+    """What computes with one version in each call, the newest when the call begins.
+
+    Calls within a call, and overlapping ones of several threads, share the version of the first.
+    Before the first version is published, weights stay as they are, and the version is ``None``.
+    ``version`` is that of the call that goes on, or of the last one.
+    """
+
+    def __init__(self, reader: Any, module: nn.Module) -> None:
+        self.reader, self.module = reader, module
+        self.version: int | None = None
+        # What the calls that run share, and its value holds their version. It is gone with them.
+        self._running: Callable[[], Held | None] = lambda: None
+        self._loaded: Held | None = None  # a call of load()
+        # Re-entrant: a follower may be closed by what the garbage collector finds.
+        self._lock = threading.RLock()
+
+    def call(self) -> Held:
+        """A call that begins: a ``with`` block, which is given the version.
+
+        It is held from here until the block ends, or what this returns is dropped.
+        """
+        self.reader.require_open()
+        with self._lock:
+            self._loaded = None
+            running = self._running()
+            try:
+                if running is None:
+                    is_first = self.version is None and self.reader.version is None
+                    running = Held(None if is_first else self._switch())
+                    self._running = weakref.ref(running)
+                if running.value is None or not self.reader.on_gpu:
+                    return Held(self.version, running)
+                # Each call's own lease waits, when it is given back, for the work on its stream.
+                return Held(self.version, running, Lease(of=running.value))
+            finally:
+                running = None  # which the traceback of an interrupt would keep
+
+    def load(self, timeout: float | None = None) -> int:
+        """Load the newest version, unless a call runs, and hold it until the next begins.
+
+        It waits for the first version, and fails, as :meth:`WeightReader.lease` does.
+        """
+        self.reader.wait_for(0, timeout)
+        self._loaded = call = self.call()
+        return call.value
+
+    close: Callable[..., None]
+    _switch: Callable[[], Any]  # loads the newest version, and returns what holds it, if anything
+
+
+class ModuleFollower(Follower):
+    """Gives a module what is leased. :meth:`WeightReader.follow` makes one."""
+
+    def __init__(self, reader: Any, module: nn.Module, mode: str, keeps: bool) -> None:
+        super().__init__(reader, module)
+        self.mode, self.keeps = mode, keeps
+        self.target = Target(module, reader.layout, mode)
+        parameters = self.target.parameters.values()
+        others = {id(p) for other in [*FOLLOWERS] for p in other.target.parameters.values()}
+        # Another follower would change them during the calls of this one.
+        if not others.isdisjoint(map(id, parameters)):
+            raise ValueError(
+                "module: expected parameters that nothing else loads, got some that follow a "
+                "channel already; close their follower, or follow one channel that has all of them"
+            )
+        # A step of a trainer that is not published yet would be lost at the next load, or computed
+        # with under the number of an older version. In alias mode, it would end the process.
+        memory = {Weight("", parameter).identity() for parameter in parameters}
+        channel = PUBLISHED.get(reader.session)
+        for name, weight in tensors.weights_of(channel.template if channel else {}).items():
+            if weight.identity() in memory:
+                raise ValueError(
+                    "policy: expected weights of its own, got those that this process trains and "
+                    f"publishes, such as {name}; let copy.deepcopy(policy) follow the channel, or "
+                    "collect without a channel and call increment_version() after each step"
+                )
+        self._warned = self._is_current = False  # whether the module has the weights of `version`
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        take = _Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
+        self._hooks = [
+            module.register_state_dict_post_hook(_Hook(self._give_copies)),
+            *(part.register_load_state_dict_pre_hook(take) for part in module.modules()),
+        ]
+        FOLLOWERS.add(self)
+
+    def _switch(self) -> Any:
+        # An interrupt at any point leaves what the next call begins with: another load of all.
+        lease = self.reader.lease()
+        try:
+            if lease.version != self.version or not self._is_current:
+                self._is_current = False
+                self.target.load(lease.views, lease if self.keeps else None)
+                self.version = lease.version
+                self._is_current = True
+            return lease
+        except BaseException:
+            lease.release()  # which the traceback of the error would keep
+            raise
+
+    def _give_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        # A view would change later, and to pickle it would move its storage out of the channel.
+        with self.call():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if prefix + name in state:
+                    state[prefix + name] = parameter.detach().clone()
+
+    def _take_loads(self, *_: Any) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "load_state_dict: expected weights through the channel, got a state dict; the next "
+                "call computes with the newest published version: publish what it shall have"
+            )
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the module memory of its own to write to; the next call loads all again."""
+        self.reader.require_open()
+        with self._lock:
+            if self._is_current and self.mode == "alias":
+                with nullcontext() if self.keeps else self.call():  # what is not held may be gone
+                    self.target.own()
+            self._is_current = False
+
+    def close(self, detach: bool = True) -> None:
+        """Follow no more; if it detaches, leave the module a version in memory of its own."""
+        for hook in self._hooks:
+            hook.remove()
+        FOLLOWERS.discard(self)
+        if self.reader.is_open:  # not in a forked child
+            if detach:
+                self._leave()
+            self._loaded, self._is_current = None, False
+
+
+class _Hook:
+    """A hook of one module, which does nothing in copies of the module."""
+
+    def __init__(self, run: Callable[..., None] = lambda *_: None) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> None:
+        self._run(*args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def followers_of(model: Any) -> list[ModuleFollower]:
+    """The followers that keep a model, or parts of it, or what it is a part of."""
+    followers = [*FOLLOWERS]
+    parts = {*model.modules()} if followers else set()
+    return [each for each in followers if not parts.isdisjoint(each.module.modules())]
+
+
+def one_version(model: nn.Module) -> Held:
+    """A block in which a model that follows a channel, in whole or in part, keeps one version."""
+    return Held(None, *(follower.call() for follower in followers_of(model)))
