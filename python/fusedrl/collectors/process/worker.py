@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -30,10 +30,11 @@ import torch
 import torchrl
 from torch import Tensor, nn
 
+from fusedrl.channel import WeightHandle
+from fusedrl.channel.tensors import Weight
 from fusedrl.collectors.options import check_state
 from fusedrl.collectors.process import messages
 from fusedrl.collectors.process.messages import post, receive
-from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import frames_of, policy_with_state
@@ -48,13 +49,14 @@ logger = logging.getLogger("fusedrl")
 class Job:
     """Gives the worker a function that makes the collector, unpacked where errors are reported.
 
-    Tensors that a channel has ``brought`` by then arrive on the meta device. A forked process gets
-    the trainer's own function.
+    The weights that the policy's scheme brings arrive on the meta device. A forked process gets the
+    trainer's own function.
     """
 
-    def __init__(self, make: Callable[[], Any], brought: Iterable[Tensor] = ()) -> None:
+    def __init__(self, make: Callable[[], Any], weights: Iterable[Weight], scheme: Any) -> None:
         self._make = make
-        self._brought = {id(tensor): tensor for tensor in brought}
+        names = {} if scheme is None else {*scheme.channel.layout.view_of, *scheme.buffers}
+        self._brought = {id(each.tensor) for each in weights if each.name in names}
 
     def __call__(self) -> Callable[[], Any]:
         """The function."""
@@ -70,41 +72,49 @@ class Job:
 
 
 class _Pickler(cloudpickle.Pickler):
-    brought: dict[int, Tensor]
+    brought: set[int]
 
     def reducer_override(self, obj: Any) -> Any:
-        if id(obj) in self.brought:
-            return _empty, (obj.shape, obj.dtype, isinstance(obj, nn.Parameter))
-        return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _empty(shape: torch.Size, dtype: torch.dtype, is_parameter: bool) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device="meta")
-    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        if id(obj) not in self.brought:
+            return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
+        empty = torch.empty(obj.shape, dtype=obj.dtype, device="meta")
+        if isinstance(obj, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=False)
+        return empty.__reduce_ex__(2)
 
 
 def make_collector(
-    options: AsyncOptions, arguments: dict[str, Any], schemes: dict[str, Any]
+    kind: Callable[..., Any],
+    create_env_fn: Any,
+    make_policy: Callable[[], Any],
+    arguments: dict[str, Any],
+    channel: WeightHandle | None,
+    schemes: dict[str, Any],
+    *,
+    channel_mode: Literal["alias", "copy"] = "alias",
+    num_sub_threads: int = 1,
+    init_fn: Callable[[], None] | None = None,
+    pre_collect_hook: Callable[[], None] | None = None,
+    post_collect_hook: Callable[[Any], None] | None = None,
 ) -> Any:
     """A collector whose models follow the channels of ``schemes``, named like them.
 
     The weights of the policy may lie on the meta device until their scheme brings them.
     """
-    torch.set_num_threads(options.num_sub_threads)
-    if options.init_fn is not None:
-        options.init_fn()
-    policy = options.policy if options.policy_factory is None else options.policy_factory()
+    torch.set_num_threads(num_sub_threads)
+    if init_fn is not None:
+        init_fn()
+    policy = make_policy()
     scheme = schemes.get("policy")
     if scheme is not None:  # the collector calls the policy, which needs its weights by then
         scheme.init_on_receiver(model_id="policy", model=policy)
         scheme.connect()
-    collector = options.kind(options.env, policy=policy, **arguments)
-    collector.pre_collect_hook = options.pre_collect_hook
-    collector.post_collect_hook = options.post_collect_hook
+    collector = kind(create_env_fn, policy=policy, **arguments)
+    collector.pre_collect_hook, collector.post_collect_hook = pre_collect_hook, post_collect_hook
     if schemes:
         collector.register_scheme_receiver(schemes)
-    if options.channel is not None:
-        follower, _ = follow_channel(options.channel, collector.policy, options.channel_mode)
+    if channel is not None:
+        follower, _ = follow_channel(channel, collector.policy, channel_mode)
         Attachment(collector, follower, is_policy=True)
     return collector
 
@@ -281,19 +291,14 @@ def state_on_cpu(collector: Any) -> Any:
     return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
-def refuse_other_state(collector: Any, state: dict[str, Any], has_weights: bool) -> bool:
-    """Raise unless a state fits, in which a policy that has weights has them too.
-
-    Returns:
-        Whether it has all entries.
-    """
+def refuse_other_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
+    """Raise unless a state fits, in which a policy that has weights has them too."""
     strict = has_weights and policy_with_state(collector) is not None
     check_state(collector.state_dict(), state, strict)
-    return strict
 
 
-def load_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
-    """Load a state that fits, or change nothing."""
-    collector.load_state_dict(state, strict=refuse_other_state(collector, state, has_weights))
+def load_state(collector: Any, state: dict[str, Any]) -> None:
+    """Load a state that fits."""
+    collector.load_state_dict(state, strict=False)
     if "policy_version" in state:
         set_version(collector, state["policy_version"])
