@@ -57,7 +57,7 @@ NEEDED: dict[str, dict[str, str]] = {
         "torchrl._utils": "_get_mp_ctx _RayServiceMetaClass",
         "torchrl.collectors:MultiCollector": (
             "_frames _iter _iterator _weight_sync_schemes _install_profile_hooks "
-            "_uninstall_profile_hooks _saved_post_collect_hook _set_worker_attr "
+            "_uninstall_profile_hooks _saved_post_collect_hook _set_worker_attr _shutdown_main "
             "_iter_by_trajectories _flush_trajectory_assembly _normalize_worker_calls "
             "_get_devices _run_processes"
         ),

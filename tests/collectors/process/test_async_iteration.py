@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 from functools import partial
 from typing import Any
 
@@ -23,13 +22,6 @@ DIALOGS: dict[str, Any] = {
     "dialog_turns_per_batch": 4,
     "total_dialog_turns": 8,
 }
-
-
-def test_turns_go_into_a_queue(make):
-    turns: queue.Queue[Any] = queue.Queue()
-    assert list(make(Counting, policy, queue=turns, **DIALOGS)) == [None, None]
-    seen = [turns.get_nowait()["seen"].item() for _ in range(8)]
-    assert turns.empty() and sorted(seen) == [100, 100, 101, 101, 102, 102, 103, 200]
 
 
 @pytest.mark.parametrize("backend", ["threading", "multiprocessing"])

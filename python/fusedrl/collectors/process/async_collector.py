@@ -18,8 +18,6 @@ from torch import nn
 from torchrl.collectors import AsyncCollector as _AsyncCollector
 from torchrl.collectors import BaseCollector, Collector, MultiCollector
 from torchrl.collectors.utils import split_trajectories
-from torchrl.collectors.weight_update import WeightUpdaterBase
-from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyVersion
 
 from fusedrl.channel import WeightHandle
 from fusedrl.channel.checks import seconds
@@ -38,7 +36,7 @@ from fusedrl.weights.worker_end import POLICY_STATE, is_policy
 
 DEVICES = "storing_device", "policy_device", "env_device"
 # Arguments that are followed in the trainer's process, where torchrl's methods read them.
-WITH_TRAINER = {"split_trajs", "trajs_per_batch", "trajs_per_write", "traj_format", "verbose"}
+WITH_TRAINER = {"split_trajs", "trajs_per_batch", "trajs_per_write", "verbose"}
 OF_PROCESS = {"update_at_each_batch", *(worker.make_collector.__kwdefaults__ or ())}
 KINDS = LLMCollector, Collector
 # Arguments of torchrl's, or of dialogs, that are none here, and what to do instead.
@@ -56,13 +54,11 @@ class AsyncCollector(_AsyncCollector):
 
     It takes the place of torchrl's class, with its arguments, and ``isinstance`` accepts it as one.
     Batches lie in memory that the worker wrote and that nobody copies; a batch that you keep stays
-    as it is. Weights reach the worker through a :class:`fusedrl.WeightChannel`: an update returns
-    at once, and each batch, or turn of dialogs, computes with the version that is newest when it
-    begins.
+    as it is. An update of the weights, through a :class:`fusedrl.WeightChannel`, returns at once;
+    each batch, or turn of dialogs, computes with the version that is newest when it begins.
 
     Args:
-        policy_factory: a function that makes the policy, in the worker. If ``policy`` is given too,
-            its weights are those that are sent.
+        policy_factory: makes the policy in the worker. It gets the weights of ``policy``, if given.
         collector_class: the collector in the worker, or a function that makes it: torchrl's
             ``Collector``, or :class:`fusedrl.LLMCollector` for dialogs, which may call the sizes
             ``dialog_turns_per_batch`` and ``total_dialog_turns``.
@@ -73,21 +69,18 @@ class AsyncCollector(_AsyncCollector):
         weight_updater: an updater of torchrl's or of ours, or a function that makes one. After each
             of its updates the weights of ``policy`` are published.
         channel: handle of a channel that another process publishes, instead of both.
-        max_staleness: drop a batch if its oldest frame is more than this number of versions behind
-            the newest published one when it is handed out; ``stale_frames`` counts these frames.
-        prefetch: number of batches that the worker may have ready or under way while you use one; 0
-            collects on demand.
+        max_staleness: most versions that a batch's oldest frame may be behind the newest one when
+            the batch is handed out. Others are dropped; ``stale_frames`` counts their frames.
+        prefetch: number of batches that the worker may be ahead; 0 collects on demand.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
         collector_kwargs: arguments of ``collector_class``, torchrl's ``num_sub_threads``,
             ``init_fn``, ``update_at_each_batch`` and hooks, and ``channel_mode`` as for
             :class:`fusedrl.LLMCollector`.
 
     Raises:
-        TypeError: arguments exclude each other or are not numbers, ``collector_class`` lacks one,
-            or an environment or a policy cannot be sent to another process.
-        ValueError: a number is out of range, or a scheme is of another kind.
-        Exception: what the worker raises while it makes the environment or the policy, with its
-            traceback as the cause.
+        TypeError, ValueError: arguments exclude each other, are out of range or of another kind, or
+            cannot be sent to another process; ``collector_class`` has not all of them.
+        Exception: what making the environment or the policy in the worker has raised.
 
     Example:
         >>> from torchrl.testing.mocking_classes import CountingEnv
@@ -103,6 +96,7 @@ class AsyncCollector(_AsyncCollector):
     split_trajs = False
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
     policy_version_tracker: Any
+    procs: Any = ()  # torchrl's: the worker's process, while there is one
     _weight_sync_schemes: Any
 
     def __init__(
@@ -119,7 +113,7 @@ class AsyncCollector(_AsyncCollector):
         weight_sync_schemes: dict[str, Any] | None = None,
         weight_updater: Any = None,
         channel: WeightHandle | None = None,
-        track_policy_version: bool | _PolicyVersion = False,
+        track_policy_version: bool | PolicyVersion = False,
         max_staleness: int | None = None,
         prefetch: int = 1,
         timeout: float | None = None,
@@ -127,9 +121,8 @@ class AsyncCollector(_AsyncCollector):
     ) -> None:
         kind, given = Collector if collector_class is None else collector_class, collector_kwargs
         dialogs = _check_names(kind, given)
-        per_batch, in_all = "frames_per_batch", "total_frames"
-        if dialogs:
-            per_batch, in_all = "dialog_turns_per_batch", "total_dialog_turns"
+        frame = "dialog_turns" if dialogs else "frames"
+        per_batch, in_all = f"{frame}_per_batch", f"total_{frame}"
         frames, total = given.pop(per_batch, frames_per_batch), given.pop(in_all, total_frames)
         if frames_per_batch not in (None, frames) or total_frames not in (-1, total):
             raise TypeError(f"{per_batch}: expected one name for each size, got two; drop one")
@@ -154,9 +147,8 @@ class AsyncCollector(_AsyncCollector):
         track = track_policy_version
         self.policy_version_tracker = PolicyVersion() if track is True else track or None
         vars(self).update({name: given.pop(name) for name in given.keys() & WITH_TRAINER})
-        self.traj_format = trajectory_format(
-            vars(self).get("traj_format"), self.trajs_per_batch, replay_buffer is not None
-        )
+        traj_format, has_buffer = given.pop("traj_format", None), replay_buffer is not None
+        self.traj_format = trajectory_format(traj_format, self.trajs_per_batch, has_buffer)
         devices: Any = {name: given.pop(name, None) for name in ("device", *DEVICES)}
         vars(self).update(zip(DEVICES, self._get_devices(**devices), strict=True))
         # torchrl's own code reads these two from the trainer's collector.
@@ -164,10 +156,12 @@ class AsyncCollector(_AsyncCollector):
         self.init_random_frames = given.get("init_random_frames") or 0
         of_process = {name: given.pop(name) for name in given.keys() & OF_PROCESS}
         self.update_at_each_batch = of_process.pop("update_at_each_batch", False)
+        hooks = {name: of_process[name] for name in of_process if name.endswith("_hook")}
+        BaseCollector.__init__(self, **hooks)
         given |= {per_batch: frames, "track_policy_version": self.policy_version_tracker or False}
         if dialogs:
             given[in_all] = total
-            if replay_buffer is not None and not options.completed:
+            if has_buffer and not options.completed:
                 given["flatten_data"] = options.flatten_data is not False
         else:
             stored = getattr(replay_buffer, "write_count", 0)
@@ -183,13 +177,12 @@ class AsyncCollector(_AsyncCollector):
         self._stream = Stream(self)
         self._thread = self._stream.background
         self._frames, self._iter = 0, -1
-        self.closed = False
+        self.closed, self.procs = False, [self._worker.process]
 
-    def _start_worker(self, make: Callable[..., Any], options: DialogOptions) -> None:
+    def _start_worker(self, make: Callable[..., Any], options: Any) -> None:
         """Publish the first weights, and start the process; if that fails, nothing is left."""
-        updater: Any = options.weight_updater
-        channel: Any = options.channel
-        if callable(updater) and not isinstance(updater, WeightUpdaterBase):
+        updater, channel = options.weight_updater, options.channel
+        if updater is not None and not hasattr(updater, "register_collector"):
             updater = updater()
         places = weights_in(self.policy) if isinstance(self.policy, nn.Module) else []
         weights: Any = None
@@ -197,13 +190,13 @@ class AsyncCollector(_AsyncCollector):
             weights = next(iter(updater.policy_weights.values()), None)
         schemes = options.weight_sync_schemes or {}
         if not schemes and channel is None and (places or weights is not None):
-            schemes = {"policy": ChannelWeightSyncScheme()}
+            schemes["policy"] = ChannelWeightSyncScheme()
         self._weight_sync_schemes, self._reader, self._numbered = schemes, None, None
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_weights)
             self._reader = None if channel is None else channel.open()
             for name, scheme in schemes.items():
-                if not isinstance(scheme, ChannelWeightSyncScheme):
+                if not issubclass(type(scheme), ChannelWeightSyncScheme):
                     raise ValueError(
                         f"weight_sync_schemes: expected ChannelWeightSyncScheme for {name!r}, got "
                         f"{type(scheme).__name__}, whose updates it has too: leave it out"
@@ -226,9 +219,8 @@ class AsyncCollector(_AsyncCollector):
 
     def _close_weights(self) -> None:
         """Close the channels; the last version can still be read."""
-        newest = self.policy_version
-        if newest is not None and newest != self.policy_version_tracker.version:
-            self.policy_version_tracker.version = newest
+        if self._numbered is not None and self.policy_version_tracker is not None:
+            self.policy_version_tracker.version = self.policy_version
         for scheme in self._weight_sync_schemes.values():
             scheme.shutdown()
         if self._reader is not None:
@@ -276,8 +268,7 @@ class AsyncCollector(_AsyncCollector):
         """Fill the buffer from a thread, whose error the next call raises, until the shutdown."""
         self._thread.check()
         self._worker.check()
-        by_frames = self.trajs_per_batch is None
-        iterate = self.iterator if by_frames else self._iter_by_trajectories
+        iterate = self._iter_by_trajectories if self.trajs_per_batch else self.iterator
         self._thread.start(iterate, self.replay_buffer)
 
     def is_running(self) -> bool:
@@ -302,48 +293,38 @@ class AsyncCollector(_AsyncCollector):
     def weight_updater(self, value: Any) -> None:
         """The weight updater, or ``None``. Setting one registers it with this collector."""
         if value is not None and self._reader is not None:
-            raise RuntimeError(
-                "channel: expected weights to come through it, got an updater; publish them"
-            )
+            raise RuntimeError("channel: expected weights through it, got an updater; publish them")
         scheme = self._weight_sync_schemes.get("policy")
         publishes = isinstance(value, MultiProcessedRemoteWeightUpdate)
         if publishes and scheme is not None:
             value.publish_with(scheme)
-        set_updater: Any = BaseCollector.weight_updater.fset
-        set_updater(self, value)
+        BaseCollector.weight_updater.fset(self, value)  # pyright: ignore[reportOptionalCall]
         if value is not None and not publishes:  # what it has written to the policy is one version
             publish = self.increment_version if scheme is None else scheme.send
             hook = partial(call_if_alive, weakref.WeakMethod(publish))
             self.weight_updater.register_post_hook(hook)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Publish one version of the weights, without waiting for the worker.
-
-        With a ``channel`` it does nothing: the next batch, or turn, takes the newest version.
-        """
+        """Publish one version of the weights, and do not wait; with a ``channel`` do nothing."""
         self._thread.check()
         if self._reader is None:
             super().update_policy_weights_(*args, **kwargs)
         elif args or kwargs:
-            raise RuntimeError(
-                "channel: expected weights to come through it, got others; publish them"
-            )
+            raise RuntimeError("channel: expected weights through it, got others; publish them")
 
     @property
     def policy_version(self) -> Any:
         """The newest published version; ``None`` if versions are not tracked."""
-        if self.policy_version_tracker is None:
-            return None
+        tracked = super().policy_version
         newest = None if self.closed or self._numbered is None else self._numbered.version
-        return self.policy_version_tracker.version if newest is None else newest
+        return tracked if tracked is None or newest is None else newest
 
     def increment_version(self) -> None:
         """Count a version, also in the worker. The versions of a channel count by themselves."""
-        if self.policy_version_tracker is None or self._numbered is not None:
-            return
-        self.policy_version_tracker.increment_version()
-        if not self.closed:
-            self._worker.call(worker.set_version, self.policy_version, waits=False)
+        if self._numbered is None and self.policy_version_tracker is not None:
+            self.policy_version_tracker.increment_version()
+            if not self.closed:
+                self._worker.call(worker.set_version, self.policy_version, waits=False)
 
     def _call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
         self._thread.check()
@@ -373,10 +354,7 @@ class AsyncCollector(_AsyncCollector):
         """Restore what :meth:`state_dict` returned.
 
         The policy's weights are published as one version, whose number is at least theirs. The
-        trainer's own model stays as it is.
-
-        Raises:
-            KeyError, ValueError, RuntimeError: the state does not fit. Nothing has changed then.
+        trainer's own model stays as it is. A state that does not fit changes nothing.
         """
         own, version = dict(state_dict["worker0"]), state_dict.get("policy_version")
         frames, batches = state_dict["frames"], state_dict["iter"]
@@ -422,34 +400,18 @@ class AsyncCollector(_AsyncCollector):
             self.map_fn("post_collect_hook.fn.stop")
             self.post_collect_hook = self._saved_post_collect_hook
 
-    @property
-    def procs(self) -> list[Any]:
-        """The worker's process in a list, empty after :meth:`shutdown`."""
-        return [] if self.closed else [self._worker.process]
-
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
-        """End the worker, also in the middle of a batch. It may be called again.
-
-        After ``timeout`` seconds, 10 by default, in which it may close its environment, the worker
-        is killed. ``raise_on_error`` raises what ended the thread of :meth:`start`, too.
-        """
-        if not close_env:
-            raise RuntimeError("close_env: expected True, got False; the worker closes it")
+    def _shutdown_main(self, timeout: float | None = None) -> None:
+        """End the worker, also in the middle of a batch; kill it after ``timeout`` seconds."""
         self._thread.stop()
         timeout, self._iterator = SHUTDOWN_S if timeout is None else timeout, None
-        with contextlib.suppress(*() if raise_on_error else (Exception,)):
-            with self._ending:
-                # The worker belongs to the trainer, not to its forks.
-                if not self.closed and not self._worker.is_inherited:
-                    self._worker.stop(timeout)
-                    self._thread.join(timeout)
-                    self._close_weights()
-                self.closed = True  # last, so that this can be called again after Ctrl-C
-            self._thread.check()
-
-    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
+        with self._ending:
+            # The worker belongs to the trainer, not to its forks.
+            if not self.closed and not self._worker.is_inherited:
+                self._worker.stop(timeout)
+                self._thread.join(timeout)
+                self._close_weights()
+            self.closed, self.procs = True, []  # last, so that it can be called again after Ctrl-C
+        self._thread.check()
 
     def __enter__(self) -> AsyncCollector:
         """The collector, which is shut down at the end of the block."""
@@ -465,14 +427,13 @@ def _check_names(kind: Callable[..., Any], given: dict[str, Any]) -> bool:
     classes = getattr(kind, "__mro__", (kind,))
     base = next((each for each in KINDS if each in classes), kind)
     # A class passes what it does not know on to its base; of a function nobody knows what it does.
-    parts = classes[: classes.index(base) + 1]
-    known = {name for part in parts for name in inspect.signature(part).parameters}
+    passing = classes[: classes.index(base) + 1]
+    known = {name for each in passing for name in inspect.signature(each).parameters}
     for name in given.keys() - OF_PROCESS:
         if name in INSTEAD or (name not in known and base in KINDS):
-            remedy = f"{getattr(kind, '__name__', kind)} has none: drop it, or bind it by partial()"
+            remedy = INSTEAD.get(name, f"{kind} has none: drop it, or bind it by functools.partial")
             raise TypeError(
-                f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; "
-                f"{INSTEAD.get(name, remedy)}"
+                f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; {remedy}"
             )
     return "dialog_turns_per_batch" in known | given.keys()
 

@@ -134,10 +134,9 @@ def main(end: socket.socket, trainers_end: socket.socket, job: Job) -> None:
     # from it. So it lets them, and reading is an error.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    with warnings.catch_warnings():
-        if torchrl.filter_warnings_subprocess:
-            warnings.simplefilter("ignore")
-        Worker(end).run(job)
+    if torchrl.filter_warnings_subprocess:
+        warnings.simplefilter("ignore")
+    Worker(end).run(job)
     # A spawned process runs this first at its exit; a forked one does not run it.
     atexit.register(_leave)
 
@@ -180,9 +179,8 @@ class Worker:
             pass
         except BaseException as error:  # also SystemExit, which a policy or a tool may raise
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._send(messages.Failure.of(error))
+            post(self._socket, messages.Failure.of(error))
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with contextlib.suppress(Exception):
                 if self._collector is not None:
                     self._collector.shutdown()
@@ -209,28 +207,22 @@ class Worker:
         batch = next(self._batches, None)
         if batch is None:
             self._batches = None  # another state may be loaded, with which collecting goes on
-            self._send(messages.Batch(number))
+            post(self._socket, messages.Batch(number))
             return
         counted = frames_of(collector)
         frames = batch.numel() if counted is None else counted - before
         shared, descriptor = self._segments.pack(batch)
-        self._send(messages.Batch(number, shared, frames), descriptor)
+        post(self._socket, messages.Batch(number, shared, frames), descriptor=descriptor)
         if descriptor is not None:
             os.close(descriptor)
 
     def _answer(self, call: messages.Call) -> None:
         try:
             function, args = pickle.loads(call.pickled)
-            result = cloudpickle.dumps(function(self._collector, *args))
+            result: Any = cloudpickle.dumps(function(self._collector, *args))
         except Exception as error:
-            self._send(messages.Answer(call.number, messages.Failure.of(error)))
-        else:
-            outdated = self._made if call.anew else 0
-            self._send(messages.Answer(call.number, result, outdated))
-
-    def _send(self, message: messages.ToTrainer, descriptor: int | None = None) -> None:
-        with contextlib.suppress(ConnectionError):  # the trainer is gone, and this process ends
-            post(self._socket, message, descriptor=descriptor)
+            result = messages.Failure.of(error)
+        post(self._socket, messages.Answer(call.number, result))
 
     def _listen(self) -> None:
         """Receive messages in a thread, and end the process once the trainer has ended."""
