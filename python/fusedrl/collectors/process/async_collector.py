@@ -23,7 +23,7 @@ from fusedrl.channel import WeightHandle
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.tensors import weights_in
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.options import DialogOptions, Policy, check_total, check_whole
+from fusedrl.collectors.options import DialogOptions, check_channel, check_total, check_whole
 from fusedrl.collectors.policy_version import PolicyVersion, mark_padding
 from fusedrl.collectors.process import worker
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
@@ -38,7 +38,6 @@ DEVICES = "storing_device", "policy_device", "env_device"
 # Arguments that are followed in the trainer's process, where torchrl's methods read them.
 WITH_TRAINER = {"split_trajs", "trajs_per_batch", "trajs_per_write", "verbose"}
 OF_PROCESS = {"update_at_each_batch", *(worker.make_collector.__kwdefaults__ or ())}
-KINDS = LLMCollector, Collector
 # Arguments of torchrl's, or of dialogs, that are none here, and what to do instead.
 INSTEAD = {
     "queue": "put the turns of each batch into it in the loop",
@@ -102,13 +101,13 @@ class AsyncCollector(_AsyncCollector):
     def __init__(
         self,
         create_env_fn: Any,
-        policy: Policy | None = None,
+        policy: Callable[[Any], Any] | None = None,
         *,
-        policy_factory: Callable[[], Policy] | None = None,
+        policy_factory: Callable[[], Any] | None = None,
         collector_class: Callable[..., Any] | None = None,
         frames_per_batch: int | None = None,
         total_frames: float | None = -1,
-        postproc: Policy | None = None,
+        postproc: Callable[[Any], Any] | None = None,
         replay_buffer: Any = None,
         weight_sync_schemes: dict[str, Any] | None = None,
         weight_updater: Any = None,
@@ -128,6 +127,7 @@ class AsyncCollector(_AsyncCollector):
             raise TypeError(f"{per_batch}: expected one name for each size, got two; drop one")
         check_whole(per_batch, frames, 1, optional=dialogs)
         check_whole("prefetch", prefetch, 0, optional=False)
+        check_channel(channel, WeightHandle)
         self.timeout = None if timeout is None else seconds("timeout", timeout)
         of_dialogs = given.keys() & inspect.signature(DialogOptions).parameters.keys()
         options = DialogOptions(
@@ -241,9 +241,8 @@ class AsyncCollector(_AsyncCollector):
         if self.update_at_each_batch and self._iter < 0:
             self.update_policy_weights_()
         arrived = self._worker.batch(self.timeout)
-        if arrived.batch is not None:
-            self._frames += arrived.frames
-            self._iter += 1
+        self._frames += arrived.frames
+        self._iter += arrived.batch is not None
         return arrived.batch
 
     def _ahead(self) -> None:
@@ -425,12 +424,12 @@ class AsyncCollector(_AsyncCollector):
 def _check_names(kind: Callable[..., Any], given: dict[str, Any]) -> bool:
     """Check that the worker's class has these arguments; whether it collects dialogs."""
     classes = getattr(kind, "__mro__", (kind,))
-    base = next((each for each in KINDS if each in classes), kind)
+    base = next((each for each in (LLMCollector, Collector) if each in classes), None)
     # A class passes what it does not know on to its base; of a function nobody knows what it does.
-    passing = classes[: classes.index(base) + 1]
+    passing = classes[: classes.index(base) + 1] if base else classes[:1]
     known = {name for each in passing for name in inspect.signature(each).parameters}
     for name in given.keys() - OF_PROCESS:
-        if name in INSTEAD or (name not in known and base in KINDS):
+        if name in INSTEAD or (base and name not in known):
             remedy = INSTEAD.get(name, f"{kind} has none: drop it, or bind it by functools.partial")
             raise TypeError(
                 f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; {remedy}"
