@@ -120,8 +120,8 @@ class AsyncCollector(_AsyncCollector):
     ) -> None:
         kind, given = Collector if collector_class is None else collector_class, collector_kwargs
         dialogs = _check_names(kind, given)
-        frame = "dialog_turns" if dialogs else "frames"
-        per_batch, in_all = f"{frame}_per_batch", f"total_{frame}"
+        per_batch = "dialog_turns_per_batch" if dialogs else "frames_per_batch"
+        in_all = "total_dialog_turns" if dialogs else "total_frames"
         frames, total = given.pop(per_batch, frames_per_batch), given.pop(in_all, total_frames)
         if frames_per_batch not in (None, frames) or total_frames not in (-1, total):
             raise TypeError(f"{per_batch}: expected one name for each size, got two; drop one")
@@ -156,7 +156,7 @@ class AsyncCollector(_AsyncCollector):
         self.init_random_frames = given.get("init_random_frames") or 0
         of_process = {name: given.pop(name) for name in given.keys() & OF_PROCESS}
         self.update_at_each_batch = of_process.pop("update_at_each_batch", False)
-        hooks = {name: of_process[name] for name in of_process if name.endswith("_hook")}
+        hooks = {name: of_process[name] for name in of_process if name.endswith("hook")}
         BaseCollector.__init__(self, **hooks)
         given |= {per_batch: frames, "track_policy_version": self.policy_version_tracker or False}
         if dialogs:

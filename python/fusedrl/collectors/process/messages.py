@@ -23,7 +23,7 @@ IN_A_FILE = b"in a file"
 
 @dataclass(frozen=True)
 class More:
-    """Make the batches up to number ``last``; the segments that were ``released`` are free."""
+    """Make the batches up to number ``last``; the segments ``released`` are free."""
 
     last: int
     released: list[int] = field(default_factory=list)
@@ -90,10 +90,6 @@ class Failure:
         return error
 
 
-ToWorker = More | Call | None  # None stops it
-ToTrainer = Batch | Answer | Failure
-
-
 def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | None = None) -> None:
     """Send a message, with the descriptor of a file if one is given, from any thread.
 
@@ -113,11 +109,7 @@ def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | Non
 
 
 def receive(end: socket.socket) -> tuple[Any, int | None]:
-    """The next message, and the descriptor that came with it; ``EOFError`` if there will be none.
-
-    Raises:
-        OSError: this process may open no more files.
-    """
+    """The next message, and the descriptor that came with it; ``EOFError`` if none will come."""
     data, descriptors, flags, _ = socket.recv_fds(end, PACKET, 2)
     if not data:
         raise EOFError

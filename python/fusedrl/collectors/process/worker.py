@@ -49,8 +49,7 @@ logger = logging.getLogger("fusedrl")
 class Job:
     """Gives the worker a function that makes the collector, unpacked where errors are reported.
 
-    The weights that the policy's scheme brings arrive on the meta device. A forked process gets the
-    trainer's own function.
+    The weights that the policy's scheme brings arrive on the meta device.
     """
 
     def __init__(self, make: Callable[[], Any], weights: Iterable[Weight], scheme: Any) -> None:
@@ -97,10 +96,7 @@ def make_collector(
     pre_collect_hook: Callable[[], None] | None = None,
     post_collect_hook: Callable[[Any], None] | None = None,
 ) -> Any:
-    """A collector whose models follow the channels of ``schemes``, named like them.
-
-    The weights of the policy may lie on the meta device until their scheme brings them.
-    """
+    """A collector whose models follow the channels of ``schemes``, named like them."""
     torch.set_num_threads(num_sub_threads)
     if init_fn is not None:
         init_fn()
@@ -159,7 +155,7 @@ class Worker:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._requests: queue.SimpleQueue[messages.ToWorker] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._made = self._wanted = 0  # numbers of batches
         self._orphaned = False
         self._segments = Segments()
@@ -196,7 +192,7 @@ class Worker:
         request = self._requests.get()
         if isinstance(request, messages.Call):
             self._answer(request)
-        elif request is not None:
+        else:
             self._wanted = max(self._wanted, request.last)
             self._segments.release(request.released)
 

@@ -52,11 +52,7 @@ class WorkerHandle:
         self.process = context.Process(target=main, args=(*ends, job), name="fusedrl-collector")
 
     def start(self) -> None:
-        """Start the process. Whoever calls this has seen to :meth:`stop` before.
-
-        Raises:
-            TypeError: something in the job cannot be pickled.
-        """
+        """Start the process. Whoever calls this has seen to :meth:`stop` before."""
         try:
             self.process.start()
             self.pid = self.process.pid
@@ -199,7 +195,7 @@ class WorkerHandle:
                 self.process.join()
             self._failure = self._failure or self._ended
 
-    def _take(self, message: messages.ToTrainer, descriptor: int | None) -> None:
+    def _take(self, message: Any, descriptor: int | None) -> None:
         match message:
             case messages.Batch(number, batch, frames):
                 try:
@@ -215,11 +211,10 @@ class WorkerHandle:
                     post(self._socket, messages.More(0, self._released), socket.MSG_DONTWAIT)
                     self._released = []
             case messages.Answer(number, result):
-                answers, anew = self._calls.get(number, (None, False))
+                answers, anew = self._calls.get(number, (queue.SimpleQueue(), False))
                 if anew and not isinstance(result, messages.Failure):
                     self._outdated = self._received
-                if answers is not None:
-                    answers.put(result)
+                answers.put(result)
             case messages.Failure():
                 self._failure = message.exception
 
