@@ -56,8 +56,8 @@ NEEDED: dict[str, dict[str, str]] = {
         "torchrl._utils:_RayServiceMetaClass": "_service_cls _RayServiceClass",
         "torchrl._utils": "_get_mp_ctx _RayServiceMetaClass",
         "torchrl.collectors:MultiCollector": (
-            "_frames _iter _iterator _weight_sync_schemes _legacy_weight_updater "
-            "_install_profile_hooks _uninstall_profile_hooks _post_collect_hook _set_worker_attr "
+            "_frames _iter _iterator _weight_sync_schemes _install_profile_hooks "
+            "_uninstall_profile_hooks _saved_post_collect_hook _set_worker_attr _shutdown_main "
             "_iter_by_trajectories _flush_trajectory_assembly _normalize_worker_calls "
             "_get_devices _run_processes"
         ),
@@ -70,7 +70,6 @@ NEEDED: dict[str, dict[str, str]] = {
             "_traj_pool _increment_frames _iter _carrier _weight_updater "
             "_iterator _wrapped_policy_uncompiled _wrapped_policy_maybe_compiled"
         ),
-        "torchrl.collectors._base": "_ProfilerHook",
         "torchrl.collectors.utils": (
             "_validate_traj_format _TrajectoryPool _maybe_normalize_replay_buffer_tensordict_device"
         ),

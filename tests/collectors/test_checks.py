@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
+from itertools import chain
 
 import pytest
 from counting_dialogs import Counting, policy
-from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
+from torchrl.collectors import Collector, MultiCollector
 from torchrl.envs import SerialEnv, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 from torchrl.weight_update import SharedMemWeightSyncScheme as Other
 
 from fusedrl import AsyncCollector, LLMCollector, RayLLMCollector, WeightHandle
-from fusedrl.collectors.process.options import AsyncOptions
 
 HANDLE = WeightHandle(0, 0, "")
 
@@ -90,8 +91,8 @@ def test_refused(options, error, message):
     [
         (LLMCollector, {}, "LLMCollector"),
         (RayLLMCollector, {}, "LLMCollector"),
-        (AsyncCollector, {"frames_per_batch": 4}, "Collector"),
-        (AsyncCollector, {"frames_per_batch": 4} | DIALOGS, "LLMCollector"),
+        (AsyncCollector, {"frames_per_batch": 4}, "AsyncCollector"),
+        (AsyncCollector, {"frames_per_batch": 4} | DIALOGS, "AsyncCollector"),
     ],
 )
 def test_an_unknown_argument_is_refused_by_its_name(cls, options, named):
@@ -129,17 +130,22 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         ({"total_frames": 2.5}, TypeError, "total_frames: .* got 2.5"),
         ({"prefetch": -1}, ValueError, "prefetch: .* got -1"),
         ({"prefetch": None}, TypeError, "prefetch: .* got None"),
-        ({"timeout": 0}, ValueError, "timeout: expected more than 0 seconds, got 0"),
+        ({"timeout": -1}, ValueError, "timeout: expected .* got -1"),
         ({"channel": 1}, TypeError, "channel: expected a WeightHandle, got int"),
         ({"max_staleness": 1}, ValueError, "max_staleness"),
         ({"track_policy_version": TorchrlPolicyVersion("uuid")}, ValueError, "got .*'uuid'"),
-        (DIALOGS | {"dialog_turns_per_batch": 8}, TypeError, "expected it or frames_per_batch"),
+        (DIALOGS | {"dialog_turns_per_batch": 8}, TypeError, "dialog_turns_per_batch: .* got two"),
+        (DIALOGS | {"total_frames": 8, "total_dialog_turns": 4}, TypeError, "got two"),
         (DIALOGS | {"split_trajs": True}, TypeError, "split_trajs"),
         ({"flatten_data": True}, TypeError, "flatten_data"),
-        ({"collector_class": TorchrlLLMCollector}, ValueError, "collector_class"),
+        ({"collector_class": WithAnArgument}, TypeError, "extra"),
+        ({"collector_class": WithAnArgument, "extra": 1, "options": 2}, TypeError, "'options'"),
+        (DIALOGS | {"queue": queue.Queue()}, TypeError, "queue.*in the loop"),
+        (DIALOGS | {"create_env_kwargs": {}}, TypeError, "create_env_kwargs.*partial"),
+        ({"num_threads": 1}, TypeError, r"torch.set_num_threads\(\)"),
+        ({"verbose": True}, TypeError, "verbose"),
         ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
         ({"weight_sync_schemes": {"policy": Other()}}, ValueError, "ChannelWeightSyncScheme"),
-        ({"create_env_kwargs": [{}, {}]}, ValueError, "create_env_kwargs"),
         (DIALOGS | {"max_frame_per_traj": None}, TypeError, "max_frame_per_traj"),
     ],
 )
@@ -148,11 +154,25 @@ def test_refused_before_a_process_is_started(options, error, message):
         AsyncCollector(Counting, policy, **({"frames_per_batch": 4} | options))
 
 
-def test_arguments_of_a_subclass_are_those_of_the_workers_class():
-    own = {"collector_class": WithAnArgument, "frames_per_batch": 4}
-    options = AsyncOptions.of(Counting, policy, extra=1, flatten_data=True, **own)
-    assert options.for_class == {"extra": 1, "flatten_data": True}
-    off = AsyncOptions.of(Counting, policy, extra=1, max_frames_per_traj=None, **own)
-    assert off.for_class == {"extra": 1}  # what the other kind is not told to do
-    with pytest.raises(TypeError, match=r"^WithAnArgument.__init__\(\) got .* 'options'"):
-        AsyncOptions.of(Counting, policy, extra=1, options=2, **own)
+# Where each argument of torchrl's is followed: add a new one to the place where it works.
+FOLLOWED = {
+    "by name": """create_env_fn policy policy_factory frames_per_batch total_frames postproc
+        replay_buffer weight_updater weight_sync_schemes track_policy_version collector_class""",
+    "with the trainer": """split_trajs trajs_per_batch trajs_per_write traj_format device
+        storing_device policy_device env_device update_at_each_batch""",
+    "in the worker": """create_env_kwargs max_frames_per_traj init_random_frames reset_at_each_iter
+        track_traj_ids exploration_type reset_when_done set_truncated use_buffers trust_policy
+        compile_policy cudagraph_policy no_cuda_sync auto_register_policy_transforms compact_obs
+        return_same_td interruptor worker_idx backend backend_options num_collectors sync kwargs
+        num_sub_threads init_fn pre_collect_hook post_collect_hook""",
+    "nowhere": """extend_buffer weight_recv_schemes preemptive_threshold num_threads cat_results
+        num_workers""",
+}
+
+
+def test_each_argument_of_torchrls_is_followed_somewhere_or_refused():
+    theirs = [inspect.signature(kind.__init__).parameters for kind in (Collector, MultiCollector)]
+    assert {*chain(*theirs)} - {"self"} == {*" ".join(FOLLOWED.values()).split()}
+    for name in FOLLOWED["nowhere"].split():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; "):
+            AsyncCollector(Counting, policy, frames_per_batch=4, **{name: 1})

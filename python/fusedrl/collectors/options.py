@@ -6,7 +6,6 @@ import operator
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from itertools import combinations
 from typing import Any, Literal, SupportsIndex
 
 from tensordict import TensorDictBase
@@ -51,7 +50,15 @@ class DialogOptions:
         """Check all of them."""
         check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
         check_total("total_dialog_turns", self.total_dialog_turns)
-        check_ways(self, (WeightHandle, WeightReader), ("policy_factory", "policy"))
+        check_versions(self.track_policy_version, self.max_staleness)
+        check_channel(self.channel, WeightHandle, WeightReader)
+        check_one(policy_factory=self.policy_factory, policy=self.policy)
+        check_one(queue=self.queue, replay_buffer=self.replay_buffer)
+        check_one(
+            weight_updater=self.weight_updater,
+            weight_sync_schemes=self.weight_sync_schemes,
+            channel=self.channel,
+        )
         whole, last = self.yield_completed_trajectories, self.yield_only_last_steps
         if self.dialog_turns_per_batch is None and not self.completed:
             raise TypeError(
@@ -74,9 +81,8 @@ class DialogOptions:
 DialogOptions.__init__.__qualname__ = "LLMCollector.__init__"
 
 
-def check_ways(options: Any, channels: tuple[type, ...], *exclusive: tuple[str, str]) -> None:
-    """Check that versions can be tracked, and that weights and batches each go one way."""
-    tracker, channel = options.track_policy_version, options.channel
+def check_versions(tracker: Any, max_staleness: int | None) -> None:
+    """Check what tracks versions, and the number of versions that a batch may be behind."""
     if not isinstance(tracker, bool | PolicyVersion):
         raise TypeError(
             "track_policy_version: expected a bool or a PolicyVersion, got "
@@ -84,21 +90,28 @@ def check_ways(options: Any, channels: tuple[type, ...], *exclusive: tuple[str, 
         )
     if isinstance(tracker, PolicyVersion):
         check_counts(tracker)
-    check_whole("max_staleness", options.max_staleness, 0)
-    if options.max_staleness is not None and tracker is False:
+    check_whole("max_staleness", max_staleness, 0)
+    if max_staleness is not None and tracker is False:
         raise ValueError(
             "max_staleness: expected versions to count back from, got track_policy_version=False; "
             "pass True"
         )
-    if channel is not None and not isinstance(channel, channels):
+
+
+def check_channel(channel: Any, *kinds: type) -> None:
+    """Check what weights come through, if they come through a channel of others."""
+    if channel is not None and not isinstance(channel, kinds):
         raise TypeError(
-            f"channel: expected a {' or '.join(kind.__name__ for kind in channels)}, got "
+            f"channel: expected a {' or '.join(kind.__name__ for kind in kinds)}, got "
             f"{type(channel).__name__}; pass the channel's .handle"
         )
-    ways = ("weight_updater", "weight_sync_schemes", "channel")
-    for name, other in (*exclusive, ("queue", "replay_buffer"), *combinations(ways, 2)):
-        if getattr(options, name) is not None and getattr(options, other) is not None:
-            raise TypeError(f"{name}: expected it or {other}, got both; drop one")
+
+
+def check_one(**ways: Any) -> None:
+    """Check that at most one of these arguments is given, each of which would do without others."""
+    given = [name for name, way in ways.items() if way is not None]
+    if len(given) > 1:
+        raise TypeError(f"{given[0]}: expected it or {given[1]}, got both; drop one")
 
 
 def check_whole(name: str, value: Any, least: int, optional: bool = True) -> None:

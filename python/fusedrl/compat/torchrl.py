@@ -35,13 +35,6 @@ def process_context() -> Any:
     return _get_mp_ctx()
 
 
-def worker_profiler(config: Any) -> Any:
-    """The hook that profiles our worker after each batch, and stops by itself."""
-    from torchrl.collectors._base import _ProfilerHook
-
-    return _ProfilerHook(config, worker_idx=0)
-
-
 def trajectory_format(value: Any, trajs_per_batch: int | None, has_buffer: bool) -> Any:
     """The form in which trajectories are yielded, after torchrl's own check of the argument."""
     from torchrl.collectors.utils import _validate_traj_format

@@ -38,7 +38,6 @@ MODES: dict[str, dict[str, Any]] = {
     "truncated": {"set_truncated": True, "env": with_truncation},
     "reset at each": {"reset_at_each_iter": True},
     "arguments of the environment": {"create_env_kwargs": {"max_steps": 2}},
-    "preemption": {"preemptive_threshold": 0.5},
     "no buffers": {"use_buffers": False},
     "devices": {
         "device": "cpu",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from async_workers import ones
 from counting_dialogs import Counting, policy
 from tensordict import TensorDictBase
+from torchrl.collectors import Collector
 from torchrl.envs import AsyncEnvPool
 from torchrl.testing.mocking_classes import CountingEnv
 
@@ -23,13 +23,6 @@ DIALOGS: dict[str, Any] = {
     "dialog_turns_per_batch": 4,
     "total_dialog_turns": 8,
 }
-
-
-def test_turns_go_into_a_queue(make):
-    turns: queue.Queue[Any] = queue.Queue()
-    assert list(make(Counting, policy, queue=turns, **DIALOGS)) == [None, None]
-    seen = [turns.get_nowait()["seen"].item() for _ in range(8)]
-    assert turns.empty() and sorted(seen) == [100, 100, 101, 101, 102, 102, 103, 200]
 
 
 @pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
@@ -52,6 +45,29 @@ def test_a_pool_of_environments_in_the_worker(make, backend):
     assert sum(map(len, batches)) >= 5
     assert all(len(batch) in (2, 3) and batch["next", "done"][-1] for batch in batches)
     assert all((batch["policy_version"] == 0).all() for batch in batches)
+
+
+class Named(Collector):
+    def __init__(self, env: Any, *, name: str, **options: Any) -> None:
+        super().__init__(env, **options)
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (Named, {"name": "a", "max_frames_per_traj": 3}, "name"),
+        (partial(Named, name="a"), {"max_frames_per_traj": 3}, "name"),
+        (lambda env, **options: Named(env, name="a", **options), {"device": "cpu"}, "name"),
+        (partial(LLMCollector, flatten_data=True), {"total_dialog_turns": 8}, "flatten_data"),
+    ],
+)
+def test_the_callers_class_gets_its_arguments(make, kind, options, name):
+    dialogs = "total_dialog_turns" in options
+    env, chosen = (Counting, policy) if dialogs else (CountingEnv, ones)
+    collector = make(env, chosen, collector_class=kind, **options)
+    assert collector.next().shape == (4,)
+    assert collector.get_distant_attr(name) == [True if dialogs else "a"]
 
 
 @pytest.mark.parametrize("options", [{}, DIALOGS], ids=["frames", "dialogs"])

@@ -43,17 +43,17 @@ def test_a_message_arrives_whatever_its_size(tmp_path, has_file):
     (tmp_path / "file").write_text("told")
     files = open_files()
     descriptor = os.open(tmp_path / "file", os.O_RDONLY) if has_file else None
-    few = PACKET - len(pickle.dumps(Call(1, bytes(PACKET), anew=False))) + PACKET
-    assert len(pickle.dumps(Call(1, bytes(few), anew=False))) == PACKET
+    few = PACKET - len(pickle.dumps(Call(1, bytes(PACKET)))) + PACKET
+    assert len(pickle.dumps(Call(1, bytes(few)))) == PACKET
     sizes = [0, few, few + 1, 10 * PACKET, 10_000_000]
     for size in sizes:
-        post(ours, Call(1, bytes(size), anew=False), descriptor=descriptor)
+        post(ours, Call(1, bytes(size)), descriptor=descriptor)
     if descriptor is not None:
         os.close(descriptor)
     ours.close()
     for size in sizes:
         message, arrived = receive(theirs)
-        assert message == Call(1, bytes(size), anew=False) and (arrived is not None) == has_file
+        assert message == Call(1, bytes(size)) and (arrived is not None) == has_file
         if arrived is not None:
             assert os.pread(arrived, 10, 0) == b"told"
             os.close(arrived)

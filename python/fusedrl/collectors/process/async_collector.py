@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,108 +14,72 @@ from multiprocessing.util import Finalize
 from operator import methodcaller
 from typing import Any
 
-import torch
+from torch import nn
 from torchrl.collectors import AsyncCollector as _AsyncCollector
-from torchrl.collectors import BaseCollector, Collector, ProfileConfig
+from torchrl.collectors import BaseCollector, Collector, MultiCollector
 from torchrl.collectors.utils import split_trajectories
 
-from fusedrl.collectors.batches import buffer_of
-from fusedrl.collectors.options import Policy, check_total
+from fusedrl.channel import WeightHandle
+from fusedrl.channel.checks import seconds
+from fusedrl.channel.tensors import weights_in
+from fusedrl.collectors.llm_collector import LLMCollector
+from fusedrl.collectors.options import DialogOptions, check_channel, check_total, check_whole
 from fusedrl.collectors.policy_version import PolicyVersion, mark_padding
-from fusedrl.collectors.process.options import WITH_TRAINER, AsyncOptions
-from fusedrl.collectors.process.weights import PublishedWeights
-from fusedrl.collectors.process.worker import (
-    Job,
-    load_state,
-    make_collector,
-    refuse_other_state,
-    set_seed,
-    set_version,
-    state_on_cpu,
-)
+from fusedrl.collectors.process import worker
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
 from fusedrl.collectors.stream import Batches, Stream, finished
-from fusedrl.compat.torchrl import (
-    frames_of,
-    process_context,
-    trajectory_format,
-    worker_profiler,
-)
-from fusedrl.weights.worker_end import POLICY_STATE
+from fusedrl.compat.torchrl import frames_of, process_context, trajectory_format
+from fusedrl.weights.follow import call_if_alive
+from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
+from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
+from fusedrl.weights.worker_end import POLICY_STATE, is_policy
 
 DEVICES = "storing_device", "policy_device", "env_device"
-# torchrl's arguments of a collector of frames, with their defaults.
-FRAMES = {
-    name: each.default
-    for name, each in inspect.signature(Collector).parameters.items()
-    if each.default is not each.empty
+# Arguments that are followed in the trainer's process, where torchrl's methods read them.
+WITH_TRAINER = {"split_trajs", "trajs_per_batch", "trajs_per_write", "verbose"}
+OF_PROCESS = {"update_at_each_batch", *(worker.make_collector.__kwdefaults__ or ())}
+# Arguments of torchrl's, or of dialogs, that are none here, and what to do instead.
+INSTEAD = {
+    "queue": "put the turns of each batch into it in the loop",
+    "extend_buffer": "leave it out: a buffer gets each batch",
+    "weight_recv_schemes": "call register_scheme_receiver()",
+    "preemptive_threshold": "leave it out: one worker has nobody to wait for",
+    "num_threads": "call torch.set_num_threads()",
 }
 
 
 class AsyncCollector(_AsyncCollector):
     """Collects in a process of its own, which goes on while the trainer trains.
 
-    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Batches lie in
-    memory that the worker wrote and that nobody copies; a batch that you keep stays as it is.
-    Weights reach the worker through a :class:`fusedrl.WeightChannel`: an update returns at once,
-    and each batch, or turn of dialogs, computes with the version that is newest when it begins.
+    It takes the place of torchrl's class, with its arguments, and ``isinstance`` accepts it as one.
+    Batches lie in memory that the worker wrote and that nobody copies; a batch that you keep stays
+    as it is. An update of the weights, through a :class:`fusedrl.WeightChannel`, returns at once;
+    each batch, or turn of dialogs, computes with the version that is newest when it begins.
 
     Args:
-        create_env_fn: a function that makes the environment, in the worker.
-        policy: a module or another function of a tensordict. ``None`` takes random actions.
-        policy_factory: a function that makes the policy, in the worker. If ``policy`` is given too,
-            its weights are those that are sent.
-        frames_per_batch: number of frames in a batch. With ``collector_class=LLMCollector`` it may
-            be called ``dialog_turns_per_batch``.
-        total_frames: number of frames in all, rounded up to whole batches; -1 never ends. With
-            ``collector_class=LLMCollector`` it may be called ``total_dialog_turns``.
-        create_env_kwargs: arguments of ``create_env_fn``.
-        init_random_frames: number of first frames with random actions, rounded up to whole batches.
-            Frames that are in ``replay_buffer`` already count.
-        postproc: a function that gets each batch in this process and returns what is yielded or
-            stored.
-        split_trajs: whether batches have shape (trajectories, time), with ``("collector",
-            "mask")``.
-        update_at_each_batch: update the policy before the first batch and after each.
-        preemptive_threshold: without effect: one worker has nobody to wait for.
-        num_threads: number of torch's threads in this process until :meth:`shutdown`; unchanged if
-            ``None``.
-        num_sub_threads: number of torch's threads in the worker.
-        track_policy_version: whether to tag frames, or the :class:`fusedrl.PolicyVersion` that tags
-            them.
-        replay_buffer: a buffer of any kind, which is extended with each batch in this process; the
-            iterator then yields ``None``.
-        extend_buffer: without effect: a buffer gets whole batches.
-        weight_updater: an updater of torchrl's or of ours, or a function that makes one. After each
-            of its updates the weights of ``policy`` are published.
+        policy_factory: makes the policy in the worker. It gets the weights of ``policy``, if given.
+        collector_class: the collector in the worker, or a function that makes it: torchrl's
+            ``Collector``, or :class:`fusedrl.LLMCollector` for dialogs, which may call the sizes
+            ``dialog_turns_per_batch`` and ``total_dialog_turns``.
+        total_frames: number of frames in all, rounded up to whole batches; -1 never ends.
+        postproc, replay_buffer: get each batch in this process. A buffer may be of any kind.
         weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` objects by the names of their
             models. By default there is one for ``policy``, if it has weights.
-        collector_class: the collector in the worker: torchrl's ``Collector``, or
-            :class:`fusedrl.LLMCollector` for dialogs.
-        init_fn: a function that is called first in the worker.
-        pre_collect_hook: a function that is called before each batch, in the worker.
-        post_collect_hook: a function that gets each batch, in the worker.
-        channel: handle of a channel that another process publishes, instead of schemes and
-            updaters.
-        channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
-        prefetch: number of batches that the worker may have ready or under way while you use one; 0
-            collects on demand.
-        max_staleness: drop a batch if its oldest frame is more than this number of versions behind
-            the newest published one when it is handed out; ``stale_frames`` counts the dropped
-            frames.
-        verbose: log the figures of each batch: turns, tokens, version, staleness.
+        weight_updater: an updater of torchrl's or of ours, or a function that makes one. After each
+            of its updates the weights of ``policy`` are published.
+        channel: handle of a channel that another process publishes, instead of both.
+        max_staleness: most versions that a batch's oldest frame may be behind the newest one when
+            the batch is handed out. Others are dropped; ``stale_frames`` counts their frames.
+        prefetch: number of batches that the worker may be ahead; 0 collects on demand.
         timeout: seconds that a batch may take; ``None`` waits while the worker lives.
-
-    Further arguments are those of ``collector_class``, such as ``device`` and
-    ``max_frames_per_traj``, or ``yield_completed_trajectories``.
+        collector_kwargs: arguments of ``collector_class``, torchrl's ``num_sub_threads``,
+            ``init_fn``, ``update_at_each_batch`` and hooks, and ``channel_mode`` as for
+            :class:`fusedrl.LLMCollector`.
 
     Raises:
-        TypeError: arguments exclude each other or are not numbers, ``collector_class`` lacks one,
-            or an environment or a policy cannot be sent to another process.
-        ValueError: a number is out of range, a scheme is of another kind, or values are given for
-            several workers.
-        Exception: an exception of the worker while it makes the environment or the policy, with its
-            traceback as the cause.
+        TypeError, ValueError: arguments exclude each other, are out of range or of another kind, or
+            cannot be sent to another process; ``collector_class`` has not all of them.
+        Exception: what making the environment or the policy in the worker has raised.
 
     Example:
         >>> from torchrl.testing.mocking_classes import CountingEnv
@@ -127,75 +92,123 @@ class AsyncCollector(_AsyncCollector):
 
     closed = True  # until the constructor has succeeded
     num_workers = 1
-    prefetch: int
-    timeout: float | None
+    split_trajs = False
     _ignore_rb = False  # torchrl's: whether whole trajectories go into the buffer elsewhere
+    policy_version_tracker: Any
+    procs: Any = ()  # torchrl's: the worker's process, while there is one
+    _weight_sync_schemes: Any
 
-    def __init__(self, create_env_fn: Any, policy: Policy | None = None, **arguments: Any) -> None:
-        options = AsyncOptions.of(create_env_fn, policy, **arguments)
-        BaseCollector.__init__(
-            self,
-            pre_collect_hook=options.pre_collect_hook,
-            post_collect_hook=options.post_collect_hook,
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Callable[[Any], Any] | None = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        collector_class: Callable[..., Any] | None = None,
+        frames_per_batch: int | None = None,
+        total_frames: float | None = -1,
+        postproc: Callable[[Any], Any] | None = None,
+        replay_buffer: Any = None,
+        weight_sync_schemes: dict[str, Any] | None = None,
+        weight_updater: Any = None,
+        channel: WeightHandle | None = None,
+        track_policy_version: bool | PolicyVersion = False,
+        max_staleness: int | None = None,
+        prefetch: int = 1,
+        timeout: float | None = None,
+        **collector_kwargs: Any,
+    ) -> None:
+        kind, given = Collector if collector_class is None else collector_class, collector_kwargs
+        dialogs = _check_names(kind, given)
+        per_batch = "dialog_turns_per_batch" if dialogs else "frames_per_batch"
+        in_all = "total_dialog_turns" if dialogs else "total_frames"
+        frames, total = given.pop(per_batch, frames_per_batch), given.pop(in_all, total_frames)
+        if frames_per_batch not in (None, frames) or total_frames not in (-1, total):
+            raise TypeError(f"{per_batch}: expected one name for each size, got two; drop one")
+        check_whole(per_batch, frames, 1, optional=dialogs)
+        check_whole("prefetch", prefetch, 0, optional=False)
+        check_channel(channel, WeightHandle)
+        self.timeout = None if timeout is None else seconds("timeout", timeout)
+        of_dialogs = given.keys() & inspect.signature(DialogOptions).parameters.keys()
+        options = DialogOptions(
+            create_env_fn,
+            dialog_turns_per_batch=frames,
+            weight_sync_schemes=weight_sync_schemes,
+            weight_updater=weight_updater,
+            channel=channel,
+            track_policy_version=track_policy_version,
+            max_staleness=max_staleness,
+            **{name: given[name] for name in of_dialogs},
         )
-        # torchrl's class has attributes for arguments.
-        for name, value in (FRAMES | options.for_class | vars(options)).items():
-            if not isinstance(getattr(type(self), name, None), property):
-                setattr(self, name, value)
-        self.requested_frames_per_batch: Any = options.frames_per_batch
-        self.total_frames: Any = check_total("total_frames", options.total_frames)
-        track = options.track_policy_version
+        self.policy, self.postproc, self.replay_buffer = policy, postproc, replay_buffer
+        self.prefetch, self.max_staleness = prefetch, max_staleness
+        self.requested_frames_per_batch: Any = frames
+        self.total_frames: Any = check_total(in_all, total)
+        track = track_policy_version
         self.policy_version_tracker = PolicyVersion() if track is True else track or None
-        self.replay_buffer = buffer_of(options.replay_buffer, options.queue)
-        self.traj_format = trajectory_format(
-            self.traj_format, self.trajs_per_batch, has_buffer=options.replay_buffer is not None
-        )
-        self._former_threads = torch.get_num_threads()
-        devices: Any = {name: getattr(self, name) for name in ("device", *DEVICES)}
+        vars(self).update({name: given.pop(name) for name in given.keys() & WITH_TRAINER})
+        traj_format, has_buffer = given.pop("traj_format", None), replay_buffer is not None
+        self.traj_format = trajectory_format(traj_format, self.trajs_per_batch, has_buffer)
+        devices: Any = {name: given.pop(name, None) for name in ("device", *DEVICES)}
         vars(self).update(zip(DEVICES, self._get_devices(**devices), strict=True))
-        make = partial(make_collector, options.for_worker(), self._of_collector(options))
+        # torchrl's own code reads these two from the trainer's collector.
+        self.reset_at_each_iter = given.get("reset_at_each_iter", False)
+        self.init_random_frames = given.get("init_random_frames") or 0
+        of_process = {name: given.pop(name) for name in given.keys() & OF_PROCESS}
+        self.update_at_each_batch = of_process.pop("update_at_each_batch", False)
+        hooks = {name: of_process[name] for name in of_process if name.endswith("hook")}
+        BaseCollector.__init__(self, **hooks)
+        given |= {per_batch: frames, "track_policy_version": self.policy_version_tracker or False}
+        if dialogs:
+            given[in_all] = total
+            if has_buffer and not options.completed:
+                given["flatten_data"] = options.flatten_data is not False
+        else:
+            stored = getattr(replay_buffer, "write_count", 0)
+            given["init_random_frames"] = max(self.init_random_frames - stored, 0)
+            given |= {name: getattr(self, name)[0] for name in DEVICES}
+            given["return_same_td"] = True  # each batch is copied before the next one is made
+        inspect.signature(kind).bind(create_env_fn, policy=policy, **given)
+        make_policy = policy_factory or (lambda: policy)
+        make = partial(worker.make_collector, kind, create_env_fn, make_policy, given, channel)
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
-        self._start_worker(make, options)
+        self._start_worker(partial(make, **of_process), options)
         self._stream = Stream(self)
         self._thread = self._stream.background
         self._frames, self._iter = 0, -1
-        self.closed = False
-        if options.weight_recv_schemes is not None:
-            self.register_scheme_receiver(options.weight_recv_schemes)
+        self.closed, self.procs = False, [self._worker.process]
 
-    def _of_collector(self, options: AsyncOptions) -> dict[str, Any]:
-        """The arguments of the worker's collector."""
-        given = options.for_class
-        arguments = {name: given[name] for name in given.keys() - WITH_TRAINER}
-        arguments["track_policy_version"] = self.policy_version_tracker or False
-        if options.collects_dialogs:
-            arguments["dialog_turns_per_batch"] = options.frames_per_batch
-            arguments["total_dialog_turns"] = options.total_frames
-            if given.get("flatten_data") is None and self.replay_buffer is not None:
-                arguments["flatten_data"] = True
-        else:
-            arguments |= {
-                "frames_per_batch": options.frames_per_batch,
-                "total_frames": -1,
-                **{name: getattr(self, name)[0] for name in DEVICES},
-                "return_same_td": True,  # each batch is copied before the next one is made
-            }
-        if self.init_random_frames:
-            stored = getattr(self.replay_buffer, "write_count", 0)
-            arguments["init_random_frames"] = max(self.init_random_frames - stored, 0)
-        return arguments
-
-    def _start_worker(self, make: Callable[..., Any], options: AsyncOptions) -> None:
+    def _start_worker(self, make: Callable[..., Any], options: Any) -> None:
         """Publish the first weights, and start the process; if that fails, nothing is left."""
+        updater, channel = options.weight_updater, options.channel
+        if updater is not None and not hasattr(updater, "register_collector"):
+            updater = updater()
+        places = weights_in(self.policy) if isinstance(self.policy, nn.Module) else []
+        weights: Any = None
+        if not places and isinstance(updater, MultiProcessedRemoteWeightUpdate):
+            weights = next(iter(updater.policy_weights.values()), None)
+        schemes = options.weight_sync_schemes or {}
+        if not schemes and channel is None and (places or weights is not None):
+            schemes["policy"] = ChannelWeightSyncScheme()
+        self._weight_sync_schemes, self._reader, self._numbered = schemes, None, None
         with contextlib.ExitStack() as undo:
-            if self.num_threads:
-                undo.callback(torch.set_num_threads, self._former_threads)
-                torch.set_num_threads(self.num_threads)
-            self._weights = PublishedWeights(self, options)
-            undo.callback(self._weights.close)
-            schemes = self._weight_sync_schemes = self._weights.schemes
-            job = Job(partial(make, schemes=dict(schemes)), self._weights.brought())
+            undo.callback(self._close_weights)
+            self._reader = None if channel is None else channel.open()
+            for name, scheme in schemes.items():
+                if not issubclass(type(scheme), ChannelWeightSyncScheme):
+                    raise ValueError(
+                        f"weight_sync_schemes: expected ChannelWeightSyncScheme for {name!r}, got "
+                        f"{type(scheme).__name__}, whose updates it has too: leave it out"
+                    )
+                if not scheme.initialized_on_sender:
+                    scheme.init_on_sender(model_id=name, context=self, weights=weights)
+                if not scheme.synchronized_on_sender:
+                    scheme.connect()
+            of_policy = (scheme for name, scheme in schemes.items() if is_policy(name))
+            self._numbered = self._reader or next(of_policy, None)
+            self.weight_updater = updater
+            job = worker.Job(partial(make, schemes=dict(schemes)), places, schemes.get("policy"))
             self._worker = WorkerHandle(process_context(), job)
             # Ctrl-C may come anywhere from here on, and multiprocessing joins its children at exit.
             Finalize(self, self._worker.stop, (SHUTDOWN_S,), exitpriority=100)
@@ -203,6 +216,15 @@ class AsyncCollector(_AsyncCollector):
             self._worker.start()
             self._worker.call(frames_of)  # raises what making the collector has raised
             undo.pop_all()
+
+    def _close_weights(self) -> None:
+        """Close the channels; the last version can still be read."""
+        if self._numbered is not None and self.policy_version_tracker is not None:
+            self.policy_version_tracker.version = self.policy_version
+        for scheme in self._weight_sync_schemes.values():
+            scheme.shutdown()
+        if self._reader is not None:
+            self._reader.close()
 
     def __iter__(self) -> Iterator[Any]:
         """Batches, as :meth:`iterator` yields them; an error shuts the collector down."""
@@ -219,10 +241,8 @@ class AsyncCollector(_AsyncCollector):
         if self.update_at_each_batch and self._iter < 0:
             self.update_policy_weights_()
         arrived = self._worker.batch(self.timeout)
-        if arrived.batch is None:
-            return None
         self._frames += arrived.frames
-        self._iter += 1
+        self._iter += arrived.batch is not None
         return arrived.batch
 
     def _ahead(self) -> None:
@@ -239,23 +259,16 @@ class AsyncCollector(_AsyncCollector):
             batch.names = None
         return batch
 
-    def start(self) -> None:
-        """Fill the replay buffer from a thread, until the end or :meth:`async_shutdown`.
-
-        An error in the thread is logged at once and raised by the next call.
-
-        Raises:
-            RuntimeError: there is no replay buffer.
-        """
-        self._thread.check()
-        self._worker.check()
-        by_frames = self.trajs_per_batch is None
-        iterate = self.iterator if by_frames else self._iter_by_trajectories
-        self._thread.start(iterate, self.replay_buffer)
-
     def _iter_by_trajectories(self) -> Iterator[Any]:
         for batch in super()._iter_by_trajectories():
             yield batch if batch is None else mark_padding(batch)
+
+    def start(self) -> None:
+        """Fill the buffer from a thread, whose error the next call raises, until the shutdown."""
+        self._thread.check()
+        self._worker.check()
+        iterate = self._iter_by_trajectories if self.trajs_per_batch else self.iterator
+        self._thread.start(iterate, self.replay_buffer)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
@@ -263,16 +276,10 @@ class AsyncCollector(_AsyncCollector):
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep batches out of the buffer in this block; the worker collects ``prefetch`` more.
-
-        Raises:
-            RuntimeError: there is nothing to pause.
-        """
+        """Keep batches out of the buffer in this block; the worker collects ``prefetch`` more."""
+        self._thread.check()
         if not self.is_running():
-            self._thread.check()
-            raise RuntimeError(
-                "pause: expected a collector after start(), got none that runs; call start() first"
-            )
+            raise RuntimeError("pause: expected a thread that runs, got none; call start() first")
         with self._stream.storing:
             yield
 
@@ -281,81 +288,63 @@ class AsyncCollector(_AsyncCollector):
         """Frames that ``max_staleness`` dropped."""
         return self._stream.dropped
 
-    @property
-    def weight_updater(self) -> Any:
-        """The weight updater, or ``None``. Setting one registers it with this collector."""
-        return self._weights.updater
-
-    @weight_updater.setter
+    @BaseCollector.weight_updater.setter
     def weight_updater(self, value: Any) -> None:
-        self._weights.set_updater(value, self)
-
-    @property
-    def _legacy_weight_updater(self) -> bool:
-        return self._weights.updater is not None
+        """The weight updater, or ``None``. Setting one registers it with this collector."""
+        if value is not None and self._reader is not None:
+            raise RuntimeError("channel: expected weights through it, got an updater; publish them")
+        scheme = self._weight_sync_schemes.get("policy")
+        publishes = isinstance(value, MultiProcessedRemoteWeightUpdate)
+        if publishes and scheme is not None:
+            value.publish_with(scheme)
+        BaseCollector.weight_updater.fset(self, value)  # pyright: ignore[reportOptionalCall]
+        if value is not None and not publishes:  # what it has written to the policy is one version
+            publish = self.increment_version if scheme is None else scheme.send
+            hook = partial(call_if_alive, weakref.WeakMethod(publish))
+            self.weight_updater.register_post_hook(hook)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Publish one version of the weights, without waiting for the worker.
-
-        With a ``channel`` it does nothing: the next batch, or turn, takes the newest version.
-
-        Raises:
-            RuntimeError: weights are given beside a channel, or have no way to the policy.
-        """
+        """Publish one version of the weights, and do not wait; with a ``channel`` do nothing."""
         self._thread.check()
-        if not self._weights.come_from_others:
+        if self._reader is None:
             super().update_policy_weights_(*args, **kwargs)
         elif args or kwargs:
-            raise RuntimeError(
-                "channel: expected weights to come through it, got others; publish them"
-            )
+            raise RuntimeError("channel: expected weights through it, got others; publish them")
 
     @property
     def policy_version(self) -> Any:
-        """The newest published version; ``None`` if versions are not tracked.
-
-        A frame has the version of the weights that made it.
-        """
-        return self._weights.version
+        """The newest published version; ``None`` if versions are not tracked."""
+        tracked = super().policy_version
+        newest = None if self.closed or self._numbered is None else self._numbered.version
+        return tracked if tracked is None or newest is None else newest
 
     def increment_version(self) -> None:
         """Count a version, also in the worker. The versions of a channel count by themselves."""
-        version = self._weights.count()
-        if version is not None and not self.closed:
-            self._worker.call(set_version, version, waits=False)
+        if self._numbered is None and self.policy_version_tracker is not None:
+            self.policy_version_tracker.increment_version()
+            if not self.closed:
+                self._worker.call(worker.set_version, self.policy_version, waits=False)
 
     def _call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
         self._thread.check()
         return self._worker.call(function, *args, anew=anew)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment, torch and numpy in the worker, and reset the environment.
-
-        Args:
-            seed: the seed of the environment, or the first of several.
-            static_seed: whether all environments have the same one.
-
-        Returns:
-            The last environment's seed.
-        """
-        return self._call(set_seed, seed, static_seed, anew=True)
+        """Seed the environment, torch and numpy in the worker, and reset the environment."""
+        return self._call(worker.set_seed, seed, static_seed, anew=True)
 
     def reset(self, reset_idx: Any = None) -> None:
-        """Start new trajectories; no later batch has frames from before.
-
-        Args:
-            reset_idx: ``None``, or a list with one boolean: whether to reset the worker.
-        """
+        """Start new trajectories, unless ``reset_idx`` is ``[False]``; no frame is from before."""
         self._flush_trajectory_assembly()
         if reset_idx is None or any(reset_idx):
             self._call(methodcaller("reset"), anew=True)
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """The state of the worker (``"worker0"``) and the counts (``"frames"``, ``"iter"``)."""
-        worker = self._call(state_on_cpu)
-        state = OrderedDict(worker0=worker, frames=self._frames, iter=self._iter)
-        if "traj_pool" in worker:
-            state["traj_pool"] = worker.pop("traj_pool")
+        state = OrderedDict(worker0=self._call(worker.state_on_cpu))
+        state |= {"frames": self._frames, "iter": self._iter}
+        if "traj_pool" in state["worker0"]:
+            state["traj_pool"] = state["worker0"].pop("traj_pool")
         if self.policy_version_tracker is not None:
             state["policy_version"] = self.policy_version
         return state
@@ -364,24 +353,21 @@ class AsyncCollector(_AsyncCollector):
         """Restore what :meth:`state_dict` returned.
 
         The policy's weights are published as one version, whose number is at least theirs. The
-        trainer's own model stays as it is.
-
-        Raises:
-            KeyError, ValueError, RuntimeError: the state does not fit. Nothing has changed then.
+        trainer's own model stays as it is. A state that does not fit changes nothing.
         """
-        worker, frames = dict(state_dict["worker0"]), state_dict["frames"]
-        batches = state_dict["iter"]
+        own, version = dict(state_dict["worker0"]), state_dict.get("policy_version")
+        frames, batches = state_dict["frames"], state_dict["iter"]
         if "traj_pool" in state_dict:
-            worker["traj_pool"] = state_dict["traj_pool"]
-        scheme, version = self._weights.schemes.get("policy"), state_dict.get("policy_version")
+            own["traj_pool"] = state_dict["traj_pool"]
+        scheme = self._weight_sync_schemes.get("policy")
+        weights = None if scheme is None else own.pop(POLICY_STATE, None)
+        self._call(worker.refuse_other_state, own, scheme is None)
         if scheme is not None:
-            weights = worker.pop(POLICY_STATE, None)
-            self._call(refuse_other_state, worker, False)
             scheme.restore(weights, version)
-        # Batches that the worker has made meanwhile, with other weights, are outdated.
-        self._call(load_state, worker, scheme is None, anew=True)
-        if scheme is None and version is not None and self.policy_version_tracker is not None:
+        elif version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
+        # Batches that the worker has made meanwhile, with other weights, are outdated.
+        self._call(worker.load_state, own, anew=True)
         self._frames, self._iter = frames, batches
 
     def getattr_policy(self, attr: str) -> Any:
@@ -396,12 +382,7 @@ class AsyncCollector(_AsyncCollector):
         """The object that a path names in the worker's collector, as a list with one element."""
         return [self._call(methodcaller("get_distant_attr", attr))]
 
-    def map_fn(
-        self,
-        method_name: str,
-        list_of_args: list[tuple[Any, ...]] | None = None,
-        list_of_kwargs: list[dict[str, Any]] | None = None,
-    ) -> list[Any]:
+    def map_fn(self, method_name: str, list_of_args: Any = None, list_of_kwargs: Any = None) -> Any:
         """Call a method of the worker's collector, with lists of one as arguments and result."""
         args, kwargs = self._normalize_worker_calls(list_of_args, list_of_kwargs)
         return [self._call(methodcaller("cascade_execute", method_name, *args[0], **kwargs[0]))]
@@ -410,66 +391,26 @@ class AsyncCollector(_AsyncCollector):
         if not self.closed:
             self._call(setattr, attr_name, value)
 
-    def _install_profile_hooks(self, config: ProfileConfig) -> None:
-        if 0 in config.workers:
-            self._set_worker_attr("post_collect_hook", worker_profiler(config))
+    def _install_profile_hooks(self, config: Any) -> None:
+        super(MultiCollector, self)._install_profile_hooks(config)  # sets post_collect_hook
 
-    def _uninstall_profile_hooks(self, config: ProfileConfig) -> None:
-        if not self.closed and 0 in config.workers:
-            self._call(methodcaller("cascade_execute", "post_collect_hook.stop"))
-            self._set_worker_attr("post_collect_hook", self._post_collect_hook)
+    def _uninstall_profile_hooks(self, config: Any) -> None:
+        if not self.closed:
+            self.map_fn("post_collect_hook.fn.stop")
+            self.post_collect_hook = self._saved_post_collect_hook
 
-    @property
-    def procs(self) -> list[Any]:
-        """The worker's process in a list, empty after :meth:`shutdown`."""
-        return [] if self.closed else [self._worker.process]
-
-    def shutdown(
-        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
-    ) -> None:
-        """End the worker, also in the middle of a batch. It may be called again.
-
-        Args:
-            timeout: seconds in which the worker has to close its environment, 10 by default; then
-                it is killed.
-            close_env: has to be ``True``: the environment ends with the worker.
-            raise_on_error: whether to raise the errors of closing, or the error that ended the
-                thread of :meth:`start` and was not raised yet.
-
-        Raises:
-            RuntimeError: ``close_env=False``.
-        """
-        if not close_env:
-            raise RuntimeError(
-                "close_env: expected True, got False; the environment ends with its process"
-            )
+    def _shutdown_main(self, timeout: float | None = None) -> None:
+        """End the worker, also in the middle of a batch; kill it after ``timeout`` seconds."""
         self._thread.stop()
-        try:
-            with self._ending:
-                self._end(SHUTDOWN_S if timeout is None else timeout)
-            self._thread.check()
-        except Exception:
-            if raise_on_error:
-                raise
-
-    def _end(self, timeout: float) -> None:
-        if self.closed:
-            return
-        self._iterator = None
-        try:
-            if not self._worker.is_inherited:  # the worker belongs to the trainer, not to its forks
-                with contextlib.ExitStack() as stack:
-                    if self.num_threads:
-                        stack.callback(torch.set_num_threads, self._former_threads)
-                    stack.callback(self._weights.close)
-                    stack.callback(self._thread.join, timeout)
-                    self._worker.stop(timeout)
-        except Exception:
-            self.closed = True
-            raise
-        self.closed = True  # last, so that shutdown() can be called again after Ctrl-C
-
-    async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
+        timeout, self._iterator = SHUTDOWN_S if timeout is None else timeout, None
+        with self._ending:
+            # The worker belongs to the trainer, not to its forks.
+            if not self.closed and not self._worker.is_inherited:
+                self._worker.stop(timeout)
+                self._thread.join(timeout)
+                self._close_weights()
+            self.closed, self.procs = True, []  # last, so that it can be called again after Ctrl-C
+        self._thread.check()
 
     def __enter__(self) -> AsyncCollector:
         """The collector, which is shut down at the end of the block."""
@@ -478,6 +419,22 @@ class AsyncCollector(_AsyncCollector):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Shut down; an exception of the block is not hidden."""
         self.shutdown(raise_on_error=kind is None)
+
+
+def _check_names(kind: Callable[..., Any], given: dict[str, Any]) -> bool:
+    """Check that the worker's class has these arguments; whether it collects dialogs."""
+    classes = getattr(kind, "__mro__", (kind,))
+    base = next((each for each in (LLMCollector, Collector) if each in classes), None)
+    # A class passes what it does not know on to its base; of a function nobody knows what it does.
+    passing = classes[: classes.index(base) + 1] if base else classes[:1]
+    known = {name for each in passing for name in inspect.signature(each).parameters}
+    for name in given.keys() - OF_PROCESS:
+        if name in INSTEAD or (base and name not in known):
+            remedy = INSTEAD.get(name, f"{kind} has none: drop it, or bind it by functools.partial")
+            raise TypeError(
+                f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; {remedy}"
+            )
+    return "dialog_turns_per_batch" in known | given.keys()
 
 
 aSyncDataCollector = AsyncCollector

@@ -23,7 +23,7 @@ IN_A_FILE = b"in a file"
 
 @dataclass(frozen=True)
 class More:
-    """Make the batches up to number ``last``; the segments that were ``released`` are free."""
+    """Make the batches up to number ``last``; the segments ``released`` are free."""
 
     last: int
     released: list[int] = field(default_factory=list)
@@ -31,14 +31,10 @@ class More:
 
 @dataclass(frozen=True)
 class Call:
-    """Call a pickled function with the collector and pickled arguments, between two batches.
-
-    ``anew`` says that the batches from before the call are outdated if it succeeds.
-    """
+    """Call a pickled function with the collector and pickled arguments, between two batches."""
 
     number: int
     pickled: bytes
-    anew: bool
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,11 @@ class Batch:
 class Answer:
     """The pickled result of the call of this number, or what it raised; the worker goes on.
 
-    The batches up to number ``outdated`` are from before a call after which they are outdated.
+    All batches that were made before the call have been sent before its answer.
     """
 
     number: int
     result: bytes | Failure
-    outdated: int = 0
 
 
 class WorkerTraceback(Exception):
@@ -95,14 +90,13 @@ class Failure:
         return error
 
 
-ToWorker = More | Call | None  # None stops it
-ToTrainer = Batch | Answer | Failure
-
-
 def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | None = None) -> None:
-    """Send a message, with the descriptor of a file if one is given, from any thread."""
+    """Send a message, with the descriptor of a file if one is given, from any thread.
+
+    It is lost if the other process is gone, of which those who wait are told.
+    """
     data, descriptors = pickle.dumps(message), [] if descriptor is None else [descriptor]
-    with contextlib.ExitStack() as stack:
+    with contextlib.suppress(ConnectionError), contextlib.ExitStack() as stack:
         if len(data) > PACKET:
             # map() leaves Ctrl-C no place between a descriptor and the file that will close it.
             (file,) = map(open, map(os.memfd_create, ["fusedrl-message"]), ["w+b"])
@@ -115,11 +109,7 @@ def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | Non
 
 
 def receive(end: socket.socket) -> tuple[Any, int | None]:
-    """The next message, and the descriptor that came with it; ``EOFError`` if there will be none.
-
-    Raises:
-        OSError: this process may open no more files.
-    """
+    """The next message, and the descriptor that came with it; ``EOFError`` if none will come."""
     data, descriptors, flags, _ = socket.recv_fds(end, PACKET, 2)
     if not data:
         raise EOFError

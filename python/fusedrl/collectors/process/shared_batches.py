@@ -21,7 +21,7 @@ SPARE = 4  # free segments that are kept
 
 
 class SharedBatch(NamedTuple):
-    """A batch in a segment of ``nbytes``, whose bytes ``start`` to ``stop`` say what it is.
+    """A batch in a segment of ``nbytes``, whose bytes from ``start`` on say what it is.
 
     The segments ``dropped`` are used no more.
     """
@@ -29,7 +29,6 @@ class SharedBatch(NamedTuple):
     segment: int
     nbytes: int
     start: int
-    stop: int
     dropped: list[int]
 
 
@@ -53,15 +52,14 @@ class Segments:
         packer = Packer(batch, share=True)
         contents = pickle.dumps(packer.contents)
         start = packer.contents.nbytes
-        stop = start + len(contents)
-        segment, descriptor = self._segment(stop)
+        segment, descriptor = self._segment(start + len(contents))
         memory = self._memory[segment]
         packer.copy(memory)
-        memory.numpy()[start:stop] = np.frombuffer(contents, np.uint8)
+        memory.numpy()[start : start + len(contents)] = np.frombuffer(contents, np.uint8)
         dropped, self._free = self._free[:-SPARE], self._free[-SPARE:]
         for number in dropped:
             del self._memory[number]
-        return SharedBatch(segment, len(memory), start, stop, dropped), descriptor
+        return SharedBatch(segment, len(memory), start, dropped), descriptor
 
     def _segment(self, nbytes: int) -> tuple[int, int | None]:
         # Of several with the same size the one that was released last, which may be in caches.
@@ -112,7 +110,7 @@ class Mappings:
         # No Python code runs when it is freed, which Ctrl-C could interrupt.
         lent = weakref.ref(memory, self._returned.append)
         self._lent[id(lent)] = lent, shared.segment
-        return put_together(pickle.loads(memory[shared.start : shared.stop].data), memory)
+        return put_together(pickle.loads(memory[shared.start :].data), memory)
 
     def released(self) -> list[int]:
         """The segments that became free since the last call."""

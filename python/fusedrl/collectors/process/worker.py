@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import cloudpickle
 import numpy as np
@@ -30,10 +30,11 @@ import torch
 import torchrl
 from torch import Tensor, nn
 
+from fusedrl.channel import WeightHandle
+from fusedrl.channel.tensors import Weight
 from fusedrl.collectors.options import check_state
 from fusedrl.collectors.process import messages
 from fusedrl.collectors.process.messages import post, receive
-from fusedrl.collectors.process.options import AsyncOptions
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import frames_of, policy_with_state
@@ -48,13 +49,13 @@ logger = logging.getLogger("fusedrl")
 class Job:
     """Gives the worker a function that makes the collector, unpacked where errors are reported.
 
-    Tensors that a channel has ``brought`` by then arrive on the meta device. A forked process gets
-    the trainer's own function.
+    The weights that the policy's scheme brings arrive on the meta device.
     """
 
-    def __init__(self, make: Callable[[], Any], brought: Iterable[Tensor] = ()) -> None:
+    def __init__(self, make: Callable[[], Any], weights: Iterable[Weight], scheme: Any) -> None:
         self._make = make
-        self._brought = {id(tensor): tensor for tensor in brought}
+        names = {} if scheme is None else {*scheme.channel.layout.view_of, *scheme.buffers}
+        self._brought = {id(each.tensor) for each in weights if each.name in names}
 
     def __call__(self) -> Callable[[], Any]:
         """The function."""
@@ -70,41 +71,46 @@ class Job:
 
 
 class _Pickler(cloudpickle.Pickler):
-    brought: dict[int, Tensor]
+    brought: set[int]
 
     def reducer_override(self, obj: Any) -> Any:
-        if id(obj) in self.brought:
-            return _empty, (obj.shape, obj.dtype, isinstance(obj, nn.Parameter))
-        return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _empty(shape: torch.Size, dtype: torch.dtype, is_parameter: bool) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device="meta")
-    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        if id(obj) not in self.brought:
+            return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
+        empty = torch.empty(obj.shape, dtype=obj.dtype, device="meta")
+        if isinstance(obj, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=False)
+        return empty.__reduce_ex__(2)
 
 
 def make_collector(
-    options: AsyncOptions, arguments: dict[str, Any], schemes: dict[str, Any]
+    kind: Callable[..., Any],
+    create_env_fn: Any,
+    make_policy: Callable[[], Any],
+    arguments: dict[str, Any],
+    channel: WeightHandle | None,
+    schemes: dict[str, Any],
+    *,
+    channel_mode: Literal["alias", "copy"] = "alias",
+    num_sub_threads: int = 1,
+    init_fn: Callable[[], None] | None = None,
+    pre_collect_hook: Callable[[], None] | None = None,
+    post_collect_hook: Callable[[Any], None] | None = None,
 ) -> Any:
-    """A collector whose models follow the channels of ``schemes``, named like them.
-
-    The weights of the policy may lie on the meta device until their scheme brings them.
-    """
-    torch.set_num_threads(options.num_sub_threads)
-    if options.init_fn is not None:
-        options.init_fn()
-    policy = options.policy if options.policy_factory is None else options.policy_factory()
+    """A collector whose models follow the channels of ``schemes``, named like them."""
+    torch.set_num_threads(num_sub_threads)
+    if init_fn is not None:
+        init_fn()
+    policy = make_policy()
     scheme = schemes.get("policy")
     if scheme is not None:  # the collector calls the policy, which needs its weights by then
         scheme.init_on_receiver(model_id="policy", model=policy)
         scheme.connect()
-    collector = options.kind(options.env, policy=policy, **arguments)
-    collector.pre_collect_hook = options.pre_collect_hook
-    collector.post_collect_hook = options.post_collect_hook
+    collector = kind(create_env_fn, policy=policy, **arguments)
+    collector.pre_collect_hook, collector.post_collect_hook = pre_collect_hook, post_collect_hook
     if schemes:
         collector.register_scheme_receiver(schemes)
-    if options.channel is not None:
-        follower, _ = follow_channel(options.channel, collector.policy, options.channel_mode)
+    if channel is not None:
+        follower, _ = follow_channel(channel, collector.policy, channel_mode)
         Attachment(collector, follower, is_policy=True)
     return collector
 
@@ -124,10 +130,9 @@ def main(end: socket.socket, trainers_end: socket.socket, job: Job) -> None:
     # from it. So it lets them, and reading is an error.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    with warnings.catch_warnings():
-        if torchrl.filter_warnings_subprocess:
-            warnings.simplefilter("ignore")
-        Worker(end).run(job)
+    if torchrl.filter_warnings_subprocess:
+        warnings.simplefilter("ignore")
+    Worker(end).run(job)
     # A spawned process runs this first at its exit; a forked one does not run it.
     atexit.register(_leave)
 
@@ -150,7 +155,7 @@ class Worker:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._requests: queue.SimpleQueue[messages.ToWorker] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._made = self._wanted = 0  # numbers of batches
         self._orphaned = False
         self._segments = Segments()
@@ -170,9 +175,8 @@ class Worker:
             pass
         except BaseException as error:  # also SystemExit, which a policy or a tool may raise
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._send(messages.Failure.of(error))
+            post(self._socket, messages.Failure.of(error))
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             with contextlib.suppress(Exception):
                 if self._collector is not None:
                     self._collector.shutdown()
@@ -188,7 +192,7 @@ class Worker:
         request = self._requests.get()
         if isinstance(request, messages.Call):
             self._answer(request)
-        elif request is not None:
+        else:
             self._wanted = max(self._wanted, request.last)
             self._segments.release(request.released)
 
@@ -199,28 +203,22 @@ class Worker:
         batch = next(self._batches, None)
         if batch is None:
             self._batches = None  # another state may be loaded, with which collecting goes on
-            self._send(messages.Batch(number))
+            post(self._socket, messages.Batch(number))
             return
         counted = frames_of(collector)
         frames = batch.numel() if counted is None else counted - before
         shared, descriptor = self._segments.pack(batch)
-        self._send(messages.Batch(number, shared, frames), descriptor)
+        post(self._socket, messages.Batch(number, shared, frames), descriptor=descriptor)
         if descriptor is not None:
             os.close(descriptor)
 
     def _answer(self, call: messages.Call) -> None:
         try:
             function, args = pickle.loads(call.pickled)
-            result = cloudpickle.dumps(function(self._collector, *args))
+            result: Any = cloudpickle.dumps(function(self._collector, *args))
         except Exception as error:
-            self._send(messages.Answer(call.number, messages.Failure.of(error)))
-        else:
-            outdated = self._made if call.anew else 0
-            self._send(messages.Answer(call.number, result, outdated))
-
-    def _send(self, message: messages.ToTrainer, descriptor: int | None = None) -> None:
-        with contextlib.suppress(ConnectionError):  # the trainer is gone, and this process ends
-            post(self._socket, message, descriptor=descriptor)
+            result = messages.Failure.of(error)
+        post(self._socket, messages.Answer(call.number, result))
 
     def _listen(self) -> None:
         """Receive messages in a thread, and end the process once the trainer has ended."""
@@ -281,19 +279,14 @@ def state_on_cpu(collector: Any) -> Any:
     return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
-def refuse_other_state(collector: Any, state: dict[str, Any], has_weights: bool) -> bool:
-    """Raise unless a state fits, in which a policy that has weights has them too.
-
-    Returns:
-        Whether it has all entries.
-    """
+def refuse_other_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
+    """Raise unless a state fits, in which a policy that has weights has them too."""
     strict = has_weights and policy_with_state(collector) is not None
     check_state(collector.state_dict(), state, strict)
-    return strict
 
 
-def load_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
-    """Load a state that fits, or change nothing."""
-    collector.load_state_dict(state, strict=refuse_other_state(collector, state, has_weights))
+def load_state(collector: Any, state: dict[str, Any]) -> None:
+    """Load a state that fits."""
+    collector.load_state_dict(state, strict=False)
     if "policy_version" in state:
         set_version(collector, state["policy_version"])

@@ -34,9 +34,6 @@ class WorkerHandle:
 
     Any thread may use it. One of its own receives everything and sees to the worker's end; those
     who wait look from time to time whether that has come. Ctrl-C may lose the batch that it meets.
-
-    Attributes:
-        outdated: the last number of the batches that a call has made outdated.
     """
 
     def __init__(self, context: Any, job: Job) -> None:
@@ -44,9 +41,9 @@ class WorkerHandle:
         self._trainer = os.getpid()
         self._deadline = math.inf  # until when the worker has to end
         self._failure: Callable[[], BaseException] | None = None
-        self._asked = self._received = self.outdated = 0  # numbers of batches
+        self._asked = self._received = self._outdated = 0  # numbers of batches
         self._batches: queue.SimpleQueue[messages.Batch] = queue.SimpleQueue()
-        self._calls: dict[int, queue.SimpleQueue[Any]] = {}
+        self._calls: dict[int, tuple[queue.SimpleQueue[Any], bool]] = {}
         self._numbers = itertools.count()
         self._mappings = Mappings()
         self._released: list[int] = []  # segments of which the worker was not told yet
@@ -55,11 +52,7 @@ class WorkerHandle:
         self.process = context.Process(target=main, args=(*ends, job), name="fusedrl-collector")
 
     def start(self) -> None:
-        """Start the process. Whoever calls this has seen to :meth:`stop` before.
-
-        Raises:
-            TypeError: something in the job cannot be pickled.
-        """
+        """Start the process. Whoever calls this has seen to :meth:`stop` before."""
         try:
             self.process.start()
             self.pid = self.process.pid
@@ -94,7 +87,7 @@ class WorkerHandle:
         """Request ``ahead`` batches after those that are taken, or that Ctrl-C has lost."""
         last = self._received - self._batches.qsize() + ahead
         if last > self._asked:
-            self._post(messages.More(last))
+            post(self._socket, messages.More(last))
             self._asked = last  # if Ctrl-C comes before this, the same request is sent again
 
     def batch(self, timeout: float | None) -> messages.Batch:
@@ -102,7 +95,7 @@ class WorkerHandle:
         self.check()
         while True:
             arrived = self._wait(self._batches, timeout, partial(self.ask, 1))
-            if arrived.number > self.outdated:
+            if arrived.number > self._outdated:
                 break
         if isinstance(arrived.batch, Exception):
             raise arrived.batch
@@ -113,17 +106,14 @@ class WorkerHandle:
     ) -> Any:
         """Call ``function(collector, *args)`` in the worker, between batches.
 
-        Args:
-            function: a function of the worker's collector.
-            args: further arguments.
-            anew: whether the call makes batches from before it outdated.
-            waits: whether to return its result, or raise its exception; otherwise both are lost.
+        ``anew`` drops the batches from before the call. Without ``waits`` its result, or what it
+        raises, is lost.
         """
         self.check()
         number = next(self._numbers)
-        answers = self._calls[number] = queue.SimpleQueue()
+        answers, _ = self._calls[number] = queue.SimpleQueue(), anew
         try:
-            self._post(messages.Call(number, cloudpickle.dumps((function, args)), anew))
+            post(self._socket, messages.Call(number, cloudpickle.dumps((function, args))))
             if not waits:
                 return None
             result = self._wait(answers)
@@ -132,10 +122,6 @@ class WorkerHandle:
         if isinstance(result, messages.Failure):
             raise result.exception()
         return pickle.loads(result)
-
-    def _post(self, message: messages.ToWorker) -> None:
-        with contextlib.suppress(ConnectionError):  # those who wait are told of the worker's end
-            post(self._socket, message)
 
     def _wait(
         self,
@@ -209,7 +195,7 @@ class WorkerHandle:
                 self.process.join()
             self._failure = self._failure or self._ended
 
-    def _take(self, message: messages.ToTrainer, descriptor: int | None) -> None:
+    def _take(self, message: Any, descriptor: int | None) -> None:
         match message:
             case messages.Batch(number, batch, frames):
                 try:
@@ -224,10 +210,11 @@ class WorkerHandle:
                 with contextlib.suppress(OSError):
                     post(self._socket, messages.More(0, self._released), socket.MSG_DONTWAIT)
                     self._released = []
-            case messages.Answer(number, result, outdated):
-                self.outdated = max(self.outdated, outdated)
-                if (answers := self._calls.get(number)) is not None:
-                    answers.put(result)
+            case messages.Answer(number, result):
+                answers, anew = self._calls.get(number, (queue.SimpleQueue(), False))
+                if anew and not isinstance(result, messages.Failure):
+                    self._outdated = self._received
+                answers.put(result)
             case messages.Failure():
                 self._failure = message.exception
 
