@@ -40,7 +40,7 @@ from fusedrl.compat.torchrl import (
     trajectory_format,
     worker_profiler,
 )
-from fusedrl.weights.worker_end import POLICY_STATE
+from fusedrl.weights.collector import POLICY_STATE
 
 DEVICES = "storing_device", "policy_device", "env_device"
 # torchrl's arguments of a collector of frames, with their defaults.

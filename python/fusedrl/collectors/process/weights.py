@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fusedrl.channel.tensors import weights_in
 from fusedrl.collectors.process.options import AsyncOptions
+from fusedrl.weights.collector import is_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
-from fusedrl.weights.worker_end import is_policy
 
 
 class PublishedWeights:
