@@ -18,6 +18,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms import RewardScaling
 from torchrl.testing.mocking_classes import CountingEnv
+from weights_workers import Ones
 
 from fusedrl import AsyncCollector, ChannelWeightSyncScheme, LLMCollector
 
@@ -99,7 +100,7 @@ def test_dialogs_go_on_with_the_weights_and_the_version_of_a_state(collect):
     trained.load_state_dict(policy_of(Says(60)).state_dict())  # is not published yet
     state = first.state_dict()
     second, resumed = begin()
-    with pytest.raises(ValueError, match=r"module\.value"):
+    with pytest.raises(KeyError, match=r"module\.value"):
         second.load_state_dict({**state, "policy_state_dict": {"other": torch.ones(1)}})
     assert second.policy_version == 1
     second.load_state_dict(state)
@@ -112,7 +113,7 @@ def test_dialogs_go_on_with_the_weights_and_the_version_of_a_state(collect):
 @pytest.mark.heavy
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("make", [Collector, MultiSyncCollector])
-def test_frames_go_on_with_the_weights_of_a_state_under_a_new_version(make):
+def test_frames_go_on_with_the_weights_of_a_state_once_they_are_published(make, caplog):
     trained = canary_policy()
     with collecting(make, ChannelWeightSyncScheme(), trained) as (collector, iterator):
         trained.load_state_dict(canary_policy(9.0).state_dict())  # is not published yet
@@ -123,24 +124,33 @@ def test_frames_go_on_with_the_weights_of_a_state_under_a_new_version(make):
     with collecting(make, ChannelWeightSyncScheme(), canary_policy()) as (collector, iterator):
         assert versions(next(iterator)) == {1}
         collector.load_state_dict(state)
-        batch = next(iterator)
-        assert said(batch) == [6, *[9.0 if make is Collector else 5.0] * 2]
-        assert collector.policy_version == 6
+        assert said(next(iterator)) == [1, 1.0, 1.0]
+        if make is Collector:
+            assert "got those of version 5; publish what the next batch" in caplog.text
+            collector.update_policy_weights_()
+        else:
+            collector.update_policy_weights_(state["worker0"]["policy_state_dict"])
+        assert said(next(iterator)) == [2, *[9.0 if make is Collector else 5.0] * 2]
+        assert collector.policy_version == 2
 
 
-def test_a_part_of_the_weights_and_an_unknown_version_are_taken_when_asked_for():
-    def resumed(change: Callable[[dict[str, Any]], Any], **version: Any) -> list[float]:
-        state = copy.deepcopy(saved)
-        change(state["policy_state_dict"])
-        with collecting(Collector, ChannelWeightSyncScheme(), canary_policy()) as (other, batches):
-            other.load_state_dict(state | version, strict=False)
-            return said(next(batches))
+def test_a_part_of_the_weights_and_an_unknown_version_are_taken_when_asked_for(collect):
+    def collector(value: float) -> LLMCollector:
+        schemes = {"policy": ChannelWeightSyncScheme()}
+        options = {"track_policy_version": True, "total_dialog_turns": -1}
+        return collect(Ones(), policy=canary_policy(value), weight_sync_schemes=schemes, **options)
 
-    with collecting(Collector, ChannelWeightSyncScheme(), canary_policy(3.0)) as (collector, _):
-        saved = copy.deepcopy(collector.state_dict())
-    assert resumed(lambda state: state.update(old=torch.ones(1))) == [3, 3.0, 3.0]
-    assert resumed(lambda state: state.pop("module.saved")) == [3, 1.0, 3.0]
-    assert resumed(dict, policy_version="an-id") == [2, 3.0, 3.0]
+    def resumed(change: Callable[[dict[str, Any]], Any]) -> list[float]:
+        state, other = copy.deepcopy(saved) | {"policy_version": 7}, collector(1.0)
+        change(state)
+        other.load_state_dict(state, strict=False)
+        return said(other.next())
+
+    saved = collector(3.0).state_dict()
+    assert resumed(lambda state: state["policy_state_dict"].update(old=torch.ones(1))) == [7, 3, 3]
+    assert resumed(lambda state: state["policy_state_dict"].pop("module.saved")) == [7, 1, 3]
+    assert resumed(lambda state: state.pop("policy_version")) == [2, 3, 3]
+    assert resumed(lambda state: state.pop("policy_state_dict")) == [8, 1, 1]
 
 
 @pytest.mark.heavy

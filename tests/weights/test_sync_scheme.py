@@ -118,9 +118,8 @@ def test_updates_in_the_middle_of_a_batch_leave_its_version():
 
 
 @pytest.mark.heavy
-def test_a_policy_that_is_compiled_already_follows():
+def test_copies_of_a_policy_that_follows_have_weights_of_their_own():
     policy, scheme = make_policy(1.0), ChannelWeightSyncScheme()
-    policy.compile(backend="eager")
     with collecting(Collector, scheme, policy) as (collector, iterator):
         check_that_updates_count(collector, iterator)
         for other in (
@@ -224,18 +223,23 @@ def test_what_a_channel_cannot_do_is_refused():
         with pytest.raises(ValueError, match=message):
             ChannelWeightSyncScheme(**arguments)
     scheme = ChannelWeightSyncScheme()
-    with pytest.raises(ValueError, match="params_map, device_map_fn: expected None"):
+    with pytest.raises(TypeError, match="params_map"):
         scheme.init_on_sender(params_map={})
     with pytest.raises(ValueError, match=r"call scheme\.init_on_sender"):
         MultiSyncCollector(
             [Ones], policy_factory=make_policy, weight_sync_schemes={"policy": scheme}, **FRAMES
         )
-    uuids = PolicyVersion(version_type="uuid")
-    with (
-        pytest.raises(ValueError, match="version_type='int'"),
-        collecting(Collector, scheme, make_policy(), track_policy_version=uuids),
+    uuids, compiled = PolicyVersion(version_type="uuid"), make_policy()
+    compiled.compile(backend="eager")
+    for policy, tracker, message in (
+        (make_policy(), uuids, "version_type='int'"),
+        (compiled, True, r"got one whose compile\(\) was called"),
     ):
-        pass
+        with (
+            pytest.raises((TypeError, ValueError), match=message),
+            collecting(Collector, ChannelWeightSyncScheme(), policy, track_policy_version=tracker),
+        ):
+            pass
     with collecting(Collector, ChannelWeightSyncScheme(), make_policy()) as (collector, _):
         with pytest.raises(ValueError, match="worker_ids: expected None or all"):
             collector.update_policy_weights_(make_policy(), worker_ids=[1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from one_thread import one_thread
 from sync_collecting import collecting, forked, newest
-from sync_workers import Callable, Canary, canary_policy, scored
+from sync_workers import Callable, Canary, Scored, canary_policy, scored
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.collectors.utils import _make_meta_policy
 from torchrl.modules.llm import TransformersWrapper
@@ -53,7 +53,7 @@ def test_a_policys_part_and_a_transforms_model_have_schemes_of_their_own(forked)
         assert {*batch["next", "model_high"].flatten().tolist()} == {3.0}
 
 
-def test_models_that_cannot_follow_are_refused():
+def test_a_model_that_is_not_the_policys_is_refused_in_the_trainers_process():
     name, env = "env.transform[0].model", scored()
     transform, model = env.transform, env.transform.model
     with (
@@ -62,13 +62,16 @@ def test_models_that_cannot_follow_are_refused():
     ):
         pass
     assert transform.model is model and model._compiled_call_impl is None
-    scheme = ChannelWeightSyncScheme()
-    scheme.init_on_sender(model_id="env.transform", model=transform)
+
+
+def test_a_transform_follows():
+    scheme, transform = ChannelWeightSyncScheme(), Scored(2.0)
+    scheme.init_on_sender(model_id="env.transform", model=Scored(1.0))
     scheme.connect()
     worker = pickle.loads(pickle.dumps(scheme))
     worker.init_on_receiver(model_id="env.transform", model=transform, worker_idx=0)
-    with pytest.raises(ValueError, match="a module that is called, got the transform"):
-        worker.connect(worker_idx=0)
+    worker.connect(worker_idx=0)
+    assert transform.model.first.unique().tolist() == [1.0]
     for end in (worker, scheme):
         end.shutdown()
 

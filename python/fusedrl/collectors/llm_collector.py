@@ -25,10 +25,9 @@ from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
-from fusedrl.weights.follow import follow_channel, refuse_another_policy
+from fusedrl.weights.collector import POLICY_STATE, follow_policy, is_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import write_weights
-from fusedrl.weights.worker_end import POLICY_STATE
 
 
 class LLMCollector(_LLMCollector):
@@ -101,7 +100,7 @@ class LLMCollector(_LLMCollector):
             undo.callback(self._versions.leave)
             if options.channel is not None:
                 channel, mode = options.channel, options.channel_mode
-                self._versions.follow(*follow_channel(channel, policy, mode))
+                self._versions.follow(*follow_policy(channel, policy, mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
             wanted = options.dialog_turns_per_batch or 1
             last = self.yield_only_last_steps
@@ -177,7 +176,10 @@ class LLMCollector(_LLMCollector):
     def policy(self, policy: Any) -> None:
         followed = self._versions.follower is not None and "_policy" in vars(self)
         if followed and policy is not self._policy:
-            refuse_another_policy()
+            raise RuntimeError(
+                "policy: expected the one whose weights come through a channel, got another, which "
+                "the channel's versions are not of; publish its weights, or make another collector"
+            )
         self._policy = policy
 
     def _maybe_fallback_update(
@@ -316,7 +318,7 @@ class LLMCollector(_LLMCollector):
             else:
                 write_weights(self.policy, named[0])
 
-    def hold_turns(self, follower: Follower) -> Callable[[bool], None]:
+    def follow(self, follower: Follower) -> Callable[[bool], None]:
         """Let each turn hold one version of what follows a channel, unless another does.
 
         Returns:
@@ -381,6 +383,10 @@ class LLMCollector(_LLMCollector):
         self.reset()
         with nullcontext() if follower is not None else self._versions.update(numbered=True):
             super().load_state_dict(given, **(kwargs | {"strict": False}))
+        for name, scheme in (self._weight_sync_schemes or {}).items():
+            if isinstance(scheme, ChannelWeightSyncScheme) and is_policy(name):
+                loaded = scheme.channel.template if POLICY_STATE in given else None
+                scheme.restore(loaded, given.get("policy_version"))
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

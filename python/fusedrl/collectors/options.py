@@ -15,7 +15,7 @@ from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.weights.follow import check_counts
+from fusedrl.weights.collector import check_counts
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from fusedrl.channel.follow import Follower, Held
-from fusedrl.weights.follow import number_own, refuse_another_channel
 
 WAIT_S = 600.0  # seconds that an update waits for turns, and a turn for an update
 POLL_S = 0.0005
@@ -62,7 +61,10 @@ class Versions:
         If the channel is the collector's own, ``close`` ends that.
         """
         if self.follower is not None:
-            refuse_another_channel()
+            raise ValueError(
+                "weight_sync_schemes: expected one for the policy, got another for a part of it, "
+                "and a turn has one version; use one for 'policy', which is all of it"
+            )
         self.follower, self.close = follower, close
         return self.leave
 
@@ -74,7 +76,7 @@ class Versions:
                 trainer's own weights, under a number that no published ones have.
         """
         if self.follower is not None and not keeps and self.tracker is not None:
-            number_own(self.tracker, self.follower)
+            self.tracker.version = (self.follower.reader.version or 0) + 1
         if self.close is not None:
             self.close()
         self.follower = self.close = None

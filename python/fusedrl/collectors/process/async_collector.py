@@ -29,10 +29,9 @@ from fusedrl.collectors.process import worker
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
 from fusedrl.collectors.stream import Batches, Stream, finished
 from fusedrl.compat.torchrl import frames_of, process_context, trajectory_format
-from fusedrl.weights.follow import call_if_alive
+from fusedrl.weights.collector import POLICY_STATE, is_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
-from fusedrl.weights.worker_end import POLICY_STATE, is_policy
 
 DEVICES = "storing_device", "policy_device", "env_device"
 # Arguments that are followed in the trainer's process, where torchrl's methods read them.
@@ -299,9 +298,8 @@ class AsyncCollector(_AsyncCollector):
             value.publish_with(scheme)
         BaseCollector.weight_updater.fset(self, value)  # pyright: ignore[reportOptionalCall]
         if value is not None and not publishes:  # what it has written to the policy is one version
-            publish = self.increment_version if scheme is None else scheme.send
-            hook = partial(call_if_alive, weakref.WeakMethod(publish))
-            self.weight_updater.register_post_hook(hook)
+            publish = weakref.WeakMethod(self.increment_version if scheme is None else scheme.send)
+            self.weight_updater.register_post_hook(lambda: (call := publish()) and call())
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Publish one version of the weights, and do not wait; with a ``channel`` do nothing."""

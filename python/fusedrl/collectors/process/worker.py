@@ -38,7 +38,7 @@ from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import frames_of, policy_with_state
-from fusedrl.weights.follow import Attachment, follow_channel, trackers_of
+from fusedrl.weights.collector import follow_policy, one_version_a_batch, trackers_of
 
 POLL_S = 0.2  # how often to check a process whose sentinel another process may keep open
 ORPHANED_S = 1.0  # seconds to end in, once the trainer is gone
@@ -110,8 +110,8 @@ def make_collector(
     if schemes:
         collector.register_scheme_receiver(schemes)
     if channel is not None:
-        follower, _ = follow_channel(channel, collector.policy, channel_mode)
-        Attachment(collector, follower, is_policy=True)
+        follower, _ = follow_policy(channel, collector.policy, channel_mode)
+        one_version_a_batch(collector, follower, is_policy=True)
     return collector
 
 

@@ -1,0 +1,285 @@
+"""A collector whose models follow a channel: where they are, their memory, and their versions."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from tensordict.nn import CudaGraphModule
+from torch import Tensor, nn
+from torchrl.collectors.llm import LLMCollector as TorchrlLLMCollector
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
+from torchrl.modules.inference_server import InferenceServer
+
+from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.follow import Follower, ModuleFollower, followers_of
+from fusedrl.channel.layout import Layout
+from fusedrl.channel.tensors import weights_in
+from fusedrl.compat import torch as torch_names
+from fusedrl.compat import torchrl
+from fusedrl.vllm.policy import EngineFollower, wrappers_in
+
+logger = logging.getLogger("fusedrl")
+POLICY_STATE = "policy_state_dict"  # where a collector's state has the weights of its policy
+VERSION_KEY = "policy_version"
+
+
+def is_policy(model_id: str) -> bool:
+    """Whether a model is a collector's policy, or a part of it."""
+    return model_id.split(".")[0] == "policy"
+
+
+def find_model(collector: Any, model_id: str) -> Any:
+    """A model of a collector by its attribute path; ``ValueError`` if this process has none."""
+    get = getattr(collector, "get_model", None)
+    try:
+        return torchrl.model_at(collector, model_id) if get is None else get(model_id)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"weight_sync_schemes: expected {model_id!r} to name a model of the collector in this "
+            f"process, got {error}; for a model that only workers have, call "
+            "scheme.init_on_sender(model_id=..., model=...) before the collector is made"
+        ) from error
+
+
+def module_of(model: Any) -> nn.Module:
+    """The module that a model is, or has as its ``module``; ``TypeError`` if neither."""
+    module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
+    if isinstance(module, nn.Module):
+        return module
+    raise TypeError(
+        f"model: expected a module, or what has one as .module, got {type(model).__name__}; name "
+        "the module in it, such as 'policy.actor', in weight_sync_schemes="
+    )
+
+
+class Newest:
+    """A torchrl collector's version tracker whose versions are those that a channel publishes.
+
+    The transforms that tag frames have that of the current batch, which no update changes.
+    """
+
+    version_type = "a channel's"  # nobody else counts them
+
+    def __init__(self, follower: Follower) -> None:
+        self._reader = follower.reader
+
+    @property
+    def version(self) -> int:
+        """The newest published version."""
+        return self._reader.version or 0
+
+    @version.setter
+    def version(self, loaded: Any) -> None:
+        logger.warning(
+            "load_state_dict: expected weights through the channel, got those of version %s; "
+            "publish what the next batch shall have by update_policy_weights_()",
+            loaded,
+        )
+
+    def increment_version(self) -> None:
+        """Do nothing: an update is counted when it is published."""
+
+
+def check_counts(tracker: Any) -> None:
+    """Raise ``ValueError`` unless a tracker's versions are integers that no channel counts."""
+    if tracker.version_type not in (int, "int"):
+        raise ValueError(
+            "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
+            f"version_type={tracker.version_type!r}; versions are integers, of one channel"
+        )
+
+
+def trackers_of(collector: Any) -> list[Any]:
+    """The tracker of a collector's versions, if any, and torchrl's copies of it, which tag frames.
+
+    They are made where it appends other transforms, such as for ``max_frames_per_traj``.
+    """
+    tracker = collector.policy_version_tracker
+    transform: Any = getattr(collector.env, "transform", None)
+    parts = getattr(transform, "transforms", [transform])
+    copies = [part for part in parts if isinstance(part, PolicyVersion)]
+    return [] if tracker is None else [tracker, *(part for part in copies if part is not tracker)]
+
+
+def one_version_a_batch(
+    collector: Any, follower: Follower, is_policy: bool
+) -> Callable[[bool], None]:
+    """Let a collector and its environment compute each batch with one version of a model.
+
+    If it is the policy or a part of it, frames are tagged with its versions. Our collectors of
+    dialogs, which have a method ``follow``, do both for each turn by themselves.
+
+    Returns:
+        What ends it. Its argument says whether the policy keeps the version that it had last.
+        Otherwise it gets the trainer's own weights, under a number that no published ones have.
+    """
+    if is_policy and hasattr(collector, "follow"):
+        return collector.follow(follower)
+    if is_policy and isinstance(collector, TorchrlLLMCollector):
+        raise TypeError(
+            "collector: expected fusedrl.LLMCollector for dialogs with weights from a channel, "
+            "got torchrl's; make ours, which takes the same arguments"
+        )
+    trackers, changed = trackers_of(collector) if is_policy else [], {}
+    if trackers:
+        check_counts(trackers[0])
+        changed["policy_version_tracker"] = Newest(follower)
+    owner = weakref.ref(collector)  # a collector that is dropped is freed at once
+    inner = vars(collector).get("rollout")  # that of another follower
+
+    def rollout(*args: Any, **kwargs: Any) -> Any:
+        existing: Any = owner()
+        with follower.call() as version:
+            for tracker in trackers:
+                tracker.version = version or 0
+            # The first frame begins with the tag of the step before, in the batch before.
+            carried = torchrl.carried_by(existing) if trackers else None
+            if carried is not None and VERSION_KEY in carried:
+                carried.set(VERSION_KEY, torch.full_like(carried.get(VERSION_KEY), version or 0))
+            if inner is not None:
+                return inner(*args, **kwargs)
+            return type(existing).rollout(existing, *args, **kwargs)
+
+    put_back = replaced(collector, rollout=rollout, **changed)
+
+    def leave(keeps: bool = True) -> None:
+        put_back()
+        for tracker in () if keeps else trackers:
+            tracker.version = (follower.reader.version or 0) + 1
+
+    return leave
+
+
+def replaced(owner: Any, **values: Any) -> Callable[[], None]:
+    """Set attributes, and return what puts back the former ones if the owner still exists."""
+    reference = weakref.ref(owner)
+    # A method is the class's again: bound, it would keep its object alive.
+    methods = {n for n in values.keys() - vars(owner) if callable(getattr(type(owner), n, None))}
+    before = {name: getattr(owner, name) for name in values.keys() - methods}
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+    def put_back() -> None:
+        existing = reference()
+        for name in values if existing is not None else ():
+            if name in before:
+                setattr(existing, name, before[name])
+            else:
+                delattr(existing, name)
+
+    return put_back
+
+
+def with_own_copy(collector: Any, model_id: str) -> Callable[[], None]:
+    """Give a collector in the trainer's process a copy of its policy, which no training reaches.
+
+    Returns what gives it the original back. The path of the model has to be that of the policy, or
+    of a part of it.
+    """
+    policy = module_of(collector.policy)
+    if not is_policy(model_id) or followers_of(policy):
+        raise ValueError(
+            "weight_sync_schemes: expected one for the policy alone in the trainer's process, got "
+            f"{model_id!r}; use 'policy' for all of it, and another process for other models"
+        )
+    names = ("policy", torchrl.UNCOMPILED_POLICY)
+    try:
+        if any(getattr(part, torch_names.COMPILED_CALL) is not None for part in policy.modules()):
+            raise TypeError("one whose compile() was called; pass compile_policy= instead")
+        copies = copy.deepcopy(tuple(getattr(collector, name) for name in names))
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(
+            "policy: expected one that copy.deepcopy takes, since a copy computes with the "
+            f"weights of the channel, got {error}; leave out what cannot be copied, or collect in "
+            "another process (AsyncCollector)"
+        ) from error
+    changed = dict(zip(names, copies, strict=True), **{torchrl.COMPILED_POLICY: None})
+    return replaced(collector, **changed)
+
+
+def follow_policy(
+    channel: WeightHandle | WeightReader, policy: Any, mode: Literal["alias", "copy"]
+) -> tuple[Follower, Callable[[], None]]:
+    """Let a policy follow a channel; returns the follower, and what ends it.
+
+    Args:
+        channel: a handle, which is opened and closed here, or a reader.
+        policy: the module whose weights the channel has, or an object with such a module, or with
+            a vLLM engine, as its ``model``.
+        mode: ``"alias"`` or ``"copy"``; in alias mode a version is held until the next one is
+            loaded, so that nothing of it changes between two calls. An engine has a copy.
+
+    Raises:
+        ValueError: neither the policy nor its model has the weights of the channel.
+        TypeError: the policy has an engine, and ``channel`` is a reader.
+    """
+    with ExitStack() as stack:
+        reader = (
+            stack.enter_context(channel.open()) if isinstance(channel, WeightHandle) else channel
+        )
+        reader.require_open()
+        if wrappers_in(policy):
+            if not isinstance(channel, WeightHandle):
+                raise TypeError(
+                    "channel: expected a WeightHandle for a policy with a vLLM engine, which opens "
+                    f"it in a process of its own, got {type(channel).__name__}; pass channel.handle"
+                )
+            follower: Follower = EngineFollower(channel, reader, policy)
+        else:
+            names = {entry.name for entry in reader.layout.entries}
+            inner = getattr(policy, "model", None)
+            has_names = isinstance(inner, nn.Module) and names <= {
+                w.name for w in weights_in(inner)
+            }
+            module = module_of(inner if has_names else policy)
+            follower = ModuleFollower(reader, module, mode, keeps=True)
+        stack.callback(follower.close)
+        return follower, stack.pop_all().close
+
+
+def fitting_mode(
+    module: nn.Module, reader: WeightReader, collector: Any
+) -> Literal["alias", "copy"]:
+    """``"alias"`` if dtypes and devices fit, and the collector neither compiles nor writes them."""
+    own = {w.name: w.tensor for w in weights_in(module) if w.kind == "parameter"}
+    fits = all(
+        (own[entry.name].dtype, own[entry.name].device) == (entry.dtype, reader.device)
+        for entry in reader.layout.entries
+        if entry.name in own
+    )
+    in_place = (
+        getattr(collector, "compiled_policy", False)
+        or getattr(collector, "cudagraphed_policy", False)
+        or isinstance(getattr(collector, "policy", None), CudaGraphModule)
+        or isinstance(collector, InferenceServer)
+    )
+    return "alias" if fits and not in_place else "copy"
+
+
+def materialise(
+    module: nn.Module, layout: Layout, buffers: Mapping[str, Tensor], device: torch.device
+) -> None:
+    """Allocate memory for the tensors of a module on meta, and tie those that the layout ties.
+
+    torchrl sends policies to workers on meta, buffers included, and unties their weights. Those
+    that the layout does not have get the values in ``buffers``; the others are arbitrary.
+    """
+    made: dict[int, Tensor] = {}
+    for weight in weights_in(module):
+        view = layout.view_of.get(weight.name)
+        if not weight.tensor.is_meta or weight.home is None:
+            continue
+        if weight.name in buffers:
+            weight.home[weight.key] = buffers[weight.name].to(device, copy=True)
+        elif view is not None:
+            if view not in made:
+                made[view] = torch.empty_like(weight.tensor, device=device, requires_grad=False)
+                if weight.kind == "parameter":
+                    made[view] = nn.Parameter(made[view], requires_grad=False)
+            weight.home[weight.key] = made[view]
