@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import time
+from concurrent.futures import _base
+
 import pytest
 from counting_dialogs import Counting
 from tensordict import lazy_stack
@@ -30,6 +35,28 @@ class Failing(Counting):
         made = super()._reset(tensordict)
         self._check("reset", self.resets)
         return made
+
+
+class Slow(Counting):
+    """Takes a while for each step."""
+
+    def _step(self, tensordict):
+        time.sleep(0.2)
+        return super()._step(tensordict)
+
+
+def interrupt_between_locks(frame, event, argument):
+    """A tracer that sends Ctrl-C where ``wait()`` has taken the lock of one step of two."""
+    if frame.f_code is not _base._AcquireFutures.__enter__.__code__:
+        return None
+    lines = iter(range(1, 5))
+
+    def line(*_):
+        if next(lines, 0) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return line
+
+    return line
 
 
 def dialogs_of(batch):
@@ -65,3 +92,16 @@ def test_environments_of_several_dialogs_are_refused(collect, stack, mode):
     pool = AsyncEnvPool([lambda: Counting(2)] * 2, stack=stack)
     with pytest.raises(ValueError, match=r"env: .* one dialog each, got .*batch_size=\(2,\)"):
         collect(pool, **mode)
+
+
+def test_ctrl_c_leaves_no_lock_that_a_step_needs(collect):
+    pool = AsyncEnvPool([lambda: Slow(1, 4), lambda: Slow(1, 4)], stack="lazy")
+    collector = collect(pool, total_dialog_turns=-1)
+    collector.rollout()
+    sys.settrace(interrupt_between_locks)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collector.rollout()
+    finally:
+        sys.settrace(None)
+    assert dialogs_of(collector.rollout())

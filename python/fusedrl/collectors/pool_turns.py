@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from tensordict import TensorDictBase, lazy_stack
@@ -19,9 +20,11 @@ from fusedrl.compat.tensordict import copy_of
 from fusedrl.compat.torchrl import (
     env_indices,
     forget_steps,
-    steps_have_ended,
+    steps_under_way,
     will_take_policy,
 )
+
+SLICE_S = 0.05  # within which Ctrl-C takes effect while environments step
 
 
 class PoolLoop(TurnLoop):
@@ -60,7 +63,7 @@ class PoolLoop(TurnLoop):
                     "computes with it; score with a model of its own, or outside of a pool"
                 )
             if scoring:
-                self._versions.settle = partial(steps_have_ended, self._env)
+                self._versions.settle = self._wait
             self._checked = follower, policy
         return super().batch(policy, check)
 
@@ -98,6 +101,20 @@ class PoolLoop(TurnLoop):
             raise
         self._running = True
 
+    def _wait(self, seconds: float = float("inf"), least: int | None = None) -> bool:
+        """Wait for the end of steps in threads, of all or so many; returns whether they ended."""
+        steps, deadline = steps_under_way(self._env), time.monotonic() + seconds
+        running, most = set(steps), 0 if least is None else len(steps) - least
+        while len(running) > most and time.monotonic() < deadline:
+            with interrupted_later():
+                running = wait(running, SLICE_S, FIRST_COMPLETED).not_done
+        return len(running) <= most
+
+    def _in_threads(self) -> AbstractContextManager[None]:
+        """Let Ctrl-C wait while locks of steps are taken, which their threads need to end."""
+        is_ours = not isinstance(self._env, ProcessorAsyncEnvPool)
+        return interrupted_later() if is_ours else nullcontext()
+
     def _turn(self, policy: Policy) -> None:
         """Take turns that are done, and ask for the next of their dialogs.
 
@@ -106,7 +123,7 @@ class PoolLoop(TurnLoop):
         """
         if not self._running:
             self.restart()
-            with self._pool():
+            with self._in_threads(), self._pool():
                 self._carried = self._begin()
         if self._carried is not None:
             self._ask(policy)
@@ -129,7 +146,9 @@ class PoolLoop(TurnLoop):
         least = self._env.min_get if batches.completed else self._env.num_envs
         least = min(least, len(self._asked))  # fewer dialogs run once the budget is used up
         with self._pool():
-            turn, self._carried = self._env.async_step_and_maybe_reset_recv(least)
+            self._wait(least=least)
+            with self._in_threads():
+                turn, self._carried = self._env.async_step_and_maybe_reset_recv(least)
             indices, over = env_indices(self._env, turn), ended(turn)
             rows = [
                 self._own(row, self._asked.pop(index), self._ids[index])
@@ -153,6 +172,7 @@ class PoolLoop(TurnLoop):
 
     def restart(self, finished: bool = False) -> None:
         """As for :class:`TurnLoop`; waits for environments that step."""
+        self._wait()
         if not forget_steps(self._env) and self._asked:
             with self._pool():
                 self._env.async_step_and_maybe_reset_recv(len(self._asked))

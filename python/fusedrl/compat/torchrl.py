@@ -6,7 +6,7 @@ Nothing of torchrl is imported before a word needs it: most are about an object 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import Future
 from typing import Any
 
 
@@ -107,8 +107,13 @@ _UNDER_WAY = (
 )
 
 
+def steps_under_way(pool: Any) -> list[Future[Any]]:
+    """The steps and resets of a pool of threads that were not received yet."""
+    return [future for futures, _ in _UNDER_WAY for future in getattr(pool, futures, ())]
+
+
 def forget_steps(pool: Any) -> bool:
-    """Wait for a pool's running steps, and forget their results and errors.
+    """Forget the results and errors of a pool's steps, which have ended.
 
     torchrl's pool of threads keeps a step that has failed, and would raise its error for ever.
 
@@ -118,16 +123,10 @@ def forget_steps(pool: Any) -> bool:
     if not hasattr(pool, _UNDER_WAY[0][0]):
         return False
     for futures, count in _UNDER_WAY:
-        wait(getattr(pool, futures))
         setattr(pool, futures, [])
         setattr(pool, count, 0)
     pool._busy.clear()
     return True
-
-
-def steps_have_ended(pool: Any, seconds: float) -> bool:
-    """Wait for the running steps of a pool of threads; whether all of them end in time."""
-    return not wait(list(pool._step_and_maybe_reset_futures), seconds).not_done
 
 
 def will_take_policy(part: Any) -> bool:
