@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,23 +17,18 @@ from fusedrl import _host
 from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
-from fusedrl.channel.following import PUBLISHERS, refuse_followed
+from fusedrl.channel.following import PUBLISHERS
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import HostMemory, Manifest, Memory
+from fusedrl.channel.memory import reserved
+from fusedrl.channel.ranks import Ranks, ranks_of
 from fusedrl.channel.reader import WeightHandle
-from fusedrl.channel.rendezvous import (
-    Rendezvous,
-    check_ends,
-    publish_together,
-    ranks_of_shards,
-    rendezvous_of,
-)
 from fusedrl.channel.tensors import (
     Weight,
     castable,
     facts,
     has_memory,
     is_dtensor,
+    part_of_rank,
     weights_in,
     weights_of,
 )
@@ -97,30 +91,26 @@ class WeightChannel:
     """
 
     def __init__(
-        self,
-        template: Any,
-        layout: Layout,
-        slots: tuple[Memory, _host.Publisher] | None,
-        *,
-        session: str,
-        timeout: float,
-        rank_timeout: float,
+        self, template: Any, layout: Layout, ranks: Ranks, slots: Any, timeout: float, late: float
     ) -> None:
         self.template = template
         self.layout = layout
         self.holds = slots is not None
-        self.rank_timeout = rank_timeout
-        self._session = session
+        self.rank_timeout = late
         self._timeout = timeout
-        self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
-        self._known: tuple[list[Any], dict[str, Weight]] | None = None  # what the template has
+        self._ranks = ranks
+        self._call = f"publish in channel {ranks.round}"  # of those that these ranks have created
+        self._last = -1  # the version that a rank without slots has taken part in
+        self._known: tuple[Any, dict[str, Weight]] = None, {}  # the template's weights
         self._closed = False
         if slots is not None:
-            self._memory, self._end = slots
+            self._memory, self._end, session = slots
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
             self.device = self._memory.device
-            flat = map(self._memory.slot, range(self._end.slot_count()))
-            self._views = list(map(layout.views, flat))
+            self._views = [
+                layout.views(self._memory.slot(i)) for i in range(self._end.slot_count())
+            ]
+            PUBLISHERS[session] = self
 
     @classmethod
     def create(
@@ -168,9 +158,7 @@ class WeightChannel:
             TimeoutError: other ranks of a sharded model do not call this; the message names them.
             RuntimeError: the kernel refuses the memory; the message says how much was wanted.
         """
-        ranks = ranks_of_shards(weights_of(weights).values())
-        rendezvous = rendezvous_of(ranks) if len(ranks) > 1 else None
-        with nullcontext() if rendezvous is None else rendezvous.collective():
+        with Ranks.of(ranks_of(weights_of(weights).values())).together() as ranks:
             count("slots", slots, 2, 64)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise TypeError(
@@ -192,32 +180,23 @@ class WeightChannel:
             rank_timeout = seconds("rank_timeout", rank_timeout)
             layout = Layout.of(weights, dtype=dtype, merge_adapters=merge_adapters)
             first, *_ = layout.match(weights).values()
-            where = torch.device(device or ("cpu" if ranks else first.tensor.device))
+            where = torch.device(device or ("cpu" if ranks.ranks else first.tensor.device))
             if holds is None:
-                holds = not ranks or dist.get_rank() == ranks[0]
-            session = secrets.token_hex(16)
-            manifest = Manifest(layout, timeout, HostMemory.manifest)
-            channel = cls(
-                weights,
-                layout,
-                _reserved(manifest, where, slots, max_readers, session) if holds else None,
-                session=session,
-                timeout=timeout,
-                rank_timeout=rank_timeout,
-            )
-            if rendezvous is not None:
-                name = f"channel {rendezvous.round} of {list(ranks)}"
-                check_ends(rendezvous.agree(rank_timeout, "create", [layout.hash, holds]))
-                channel._rendezvous = Rendezvous(name, ranks)
-        return channel
+                holds = not ranks.ranks or dist.get_rank() == ranks.ranks[0]
+            slots = reserved(layout, where, slots, max_readers, timeout) if holds else None
+            call = f"create a channel with layout {layout.hash[:12]}"
+            if not any(ranks.gather(call, holds, rank_timeout)):
+                raise ValueError(
+                    f"holds: expected True on one of the ranks {list(ranks.ranks)}, got False on "
+                    "all; leave it out for the first of them"
+                )
+            return cls(weights, layout, ranks, slots, timeout, rank_timeout)
 
     @property
     def version(self) -> int | None:
         """The newest version that is published, ``None`` before the first."""
-        if not self.holds:
-            return None if self._rendezvous is None else self._rendezvous.version
-        version = self._end.version()
-        return None if version < 0 else version
+        last = self._end.version() if self.holds else self._last
+        return None if last < 0 else last
 
     def publish(
         self,
@@ -248,38 +227,31 @@ class WeightChannel:
                 ranks of a sharded model do not call this; the message names them.
             RuntimeError: another rank had an error; nothing is published on any rank then.
         """
-        find = partial(self.places_to_publish, self.template if weights is None else weights)
-        if self._rendezvous is not None:
-            return publish_together(self, self._rendezvous, version, timeout, find)
-        places = find()
-        with self.writing(version, timeout=timeout) as writing:
-            self.layout.write(places, writing.views)
-            return writing.version
+        with self._ranks.together() as ranks:
+            patience = self.rank_timeout + self._limit(timeout)
+            found = self._match(weights)
+            nowhere = nullcontext(SimpleNamespace(version=self._next(version), views=None))
+            with self.writing(version, timeout=timeout) if self.holds else nowhere as slot:
+                sharded = ranks.ranks and sum(is_dtensor(w.tensor) for w in found.values())
+                call = f"{self._call} of {sharded} sharded tensors"
+                slot.version = max(ranks.gather(call, slot.version, patience))
+                self.layout.write(found, slot.views)
+                ranks.outcome(call, patience)
+            self._last = slot.version
+            return slot.version
 
-    def places_to_publish(self, weights: Any) -> dict[str, Weight]:
-        """As :meth:`Layout.match`, of what nothing in this process follows."""
-        is_template = weights is self.template
-        places = self._match_again() if is_template else self.layout.match(weights)
-        refuse_followed(self._session, places.values())
-        if is_template:
-            PUBLISHERS[self._session] = self
-        return places
-
-    def _match_again(self) -> dict[str, Weight]:
-        """The template's weights, as they matched last if they are the same tensors."""
-        model = self.template
-        if self.layout.merged or not isinstance(model, nn.Module):
+    def _match(self, weights: Any) -> dict[str, Weight]:
+        """As :meth:`Layout.match`; the template's as they matched last, if they are the same."""
+        model = self.template if weights is None else weights
+        if model is not self.template or self.layout.merged or not isinstance(model, nn.Module):
             return self.layout.match(model)
         walked = weights_in(model)
-        now, (before, found) = facts(walked), self._known or ([], {})
-        if now == before and all(has_memory(weight.tensor) for weight in found.values()):
-            return found
-        found = self.layout.match(model)
-        # Names that the layout ties may be two tensors, whose values can differ at any time.
-        tensors = {id(weight.tensor) for weight in walked if weight.saved}
-        alone = tensors == {id(weight.tensor) for weight in found.values()}
-        is_whole = not any(is_dtensor(weight.tensor) for weight in found.values())
-        self._known = (now, found) if alone and is_whole else None
+        now, (before, found) = facts(walked), self._known
+        if now != before or not all(has_memory(part_of_rank(w.tensor)) for w in found.values()):
+            found = self.layout.match(model)
+            # Names that the layout ties may be two tensors, whose values can differ at any time.
+            alone = len({id(w.tensor) for w in walked if w.saved}) == len(found)
+            self._known = now if alone else None, found
         return found
 
     def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:
@@ -297,8 +269,8 @@ class WeightChannel:
         Raises:
             ValueError, TimeoutError: as for :meth:`publish`.
         """
-        limit = self.limit(timeout)
-        for _ in self._looks(time.monotonic() + limit):
+        limit = self._limit(timeout)
+        for _ in self._looks(limit):
             writing = Writing(self._end)
             try:
                 writing.version = self._next(version)
@@ -312,31 +284,29 @@ class WeightChannel:
                 raise
         raise self._full(limit)
 
-    def limit(self, timeout: float | None) -> float:
+    def _limit(self, timeout: float | None) -> float:
         """The seconds of a wait for which a call gives ``timeout``."""
         return self._timeout if timeout is None else seconds("timeout", timeout)
 
-    def _looks(self, deadline: float) -> Iterator[None]:
-        """The times to look at the readers before a deadline: now, and whenever one has moved."""
+    def _looks(self, limit: float) -> Iterator[None]:
+        """The times to look at the readers within some seconds: now, and whenever one moves."""
+        deadline = time.monotonic() + limit
         while True:
             progress = self._end.progress()
             yield
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if (remaining := deadline - time.monotonic()) <= 0:
                 return
             self._end.wait(progress, min(remaining, SLICE_S))
 
     def _next(self, version: int | None) -> int:
-        last = self._end.version()
-        if version is None:
-            version = max(last, 0) + 1
-        count("version", version, 0, MAX_VERSION)
-        if version <= last:
+        last = -1 if self.version is None else self.version
+        number = count("version", max(last, 0) + 1 if version is None else version, 0, MAX_VERSION)
+        if number <= last:
             raise ValueError(
-                f"version: expected more than the published {last}, got {version}; versions only "
+                f"version: expected more than the published {last}, got {number}; versions only "
                 "grow: leave it out for the next one"
             )
-        return version
+        return number
 
     def _full(self, timeout: float) -> TimeoutError:
         if self._end.writing():
@@ -376,18 +346,16 @@ class WeightChannel:
             return
         self._closed = True
         self._end.finish()
-        waits = isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid()
-        self._memory.close(self._users(timeout) if waits else ())
+        if isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid():
+            others: list[int] = []
+            for _ in self._looks(timeout):
+                readers = self._end.readers(forget_dead=False)
+                if not (
+                    others := [pid for pid, alive, *_ in readers if alive and pid != os.getpid()]
+                ):
+                    break
+            self._memory.close(others)
         self._end.close()
-
-    def _users(self, timeout: float) -> list[int]:
-        pids: list[int] = []
-        for _ in self._looks(time.monotonic() + timeout):
-            readers = self._end.readers(forget_dead=False)
-            pids = [pid for pid, alive, *_ in readers if alive and pid != os.getpid()]
-            if not pids:
-                break
-        return pids
 
     def __enter__(self) -> WeightChannel:
         """The channel."""
@@ -403,38 +371,3 @@ class WeightChannel:
             "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
             "send channel.handle and open it there"
         )
-
-
-def _reserved(
-    manifest: Manifest, where: torch.device, slots: int, max_readers: int, session: str
-) -> tuple[Memory, _host.Publisher]:
-    """The memory of a new channel's slots, and the publisher's end of it.
-
-    Args:
-        manifest: the description, as of slots in host memory.
-        where: the device of the slots.
-        slots: number of slots.
-        max_readers: largest number of readers at a time.
-        session: a name that no other channel has.
-
-    Raises:
-        ValueError: a device that is neither the CPU nor a CUDA device.
-        RuntimeError: the kernel refuses the memory.
-    """
-    size, memory = manifest.layout.nbytes, None
-    if where.type == "cuda":
-        memory = CudaMemory.create(where, slots, size)
-        size, manifest = 0, manifest._replace(memory=memory.manifest)
-    elif where.type != "cpu":
-        raise ValueError(
-            f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
-        )
-    try:
-        end = _host.Publisher(slots, size, max_readers, session, manifest.to_bytes())
-    except OSError as error:
-        raise RuntimeError(
-            f"channel: expected {slots * size} bytes of shared memory, got '{error.strerror}'; "
-            f"where memory is short, create the channel with fewer slots than {slots}, or in half "
-            "the width (dtype=torch.bfloat16)"
-        ) from error
-    return memory or HostMemory(end, size), end

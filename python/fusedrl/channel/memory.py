@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -64,3 +65,31 @@ class Manifest(NamedTuple):
         """The description that another process wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "layout": Layout.from_json(fields["layout"])})
+
+
+def reserved(
+    layout: Layout, device: torch.device, slots: int, max_readers: int, timeout: float
+) -> tuple[Memory, _host.Publisher, str]:
+    """The memory of a new channel, the publisher's end of it, and a name that no other one has.
+
+    Raises:
+        ValueError: a device that is neither the CPU nor a CUDA device.
+        RuntimeError: the kernel or the driver refuses the memory.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device: expected cpu or cuda, got {device}; device='cpu' serves any machine"
+        )
+    size, memory, session = layout.nbytes, None, secrets.token_hex(16)
+    try:
+        if device.type == "cuda":
+            memory = CudaMemory.create(device, slots, size)
+        manifest = Manifest(layout, timeout, (memory or HostMemory).manifest).to_bytes()
+        end = _host.Publisher(slots, 0 if memory else size, max_readers, session, manifest)
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "
+            f"'{getattr(error, 'strerror', None) or error}'; raise the limit that this names, or "
+            f"take fewer slots than {slots} or half the width (dtype=torch.bfloat16)"
+        ) from error
+    return memory or HostMemory(end, size), end, session

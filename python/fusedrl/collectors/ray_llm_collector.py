@@ -11,7 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMCollector
 
-from fusedrl.channel.rendezvous import ranks_of_shards
+from fusedrl.channel.ranks import ranks_of
 from fusedrl.channel.tensors import weights_of
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import DialogOptions, check_total
@@ -253,7 +253,7 @@ def stored(weights: Any) -> Any:
     import ray
 
     places = weights_of(weights)
-    if ranks := ranks_of_shards(places.values()):
+    if ranks := ranks_of(places.values()):
         raise ValueError(
             f"policy_or_weights: expected whole tensors, got parts on the ranks {ranks}; publish "
             "the model on every rank by a WeightChannel, and pass a lease's weights"
