@@ -38,13 +38,10 @@ SLICE_S = 0.02
 
 
 class ReaderInfo(NamedTuple):
-    """A process that reads a channel.
+    """A process that reads a channel, by its own ``pid``, with the versions that it has ``leased``.
 
-    Attributes:
-        pid: as the reader itself sees it.
-        alive: false if the process died without closing its reader; such a reader is reported once.
-        leased: the versions that it holds.
-        applied: the newest version that it has computed with or loaded, ``None`` before the first.
+    It has ``applied`` the newest that it has computed with or loaded, ``None`` before the first. It
+    is not ``alive`` if it died without closing its reader, which is told once.
     """
 
     pid: int
@@ -56,11 +53,8 @@ class ReaderInfo(NamedTuple):
 class Writing(_host.Write):
     """A slot that is being written: published when its block ends, given up where that raises.
 
-    It owns the slot from the moment in which it exists, and gives it up when it is dropped.
-
-    Attributes:
-        version: the number under which it will be published.
-        views: tensors over it, one for each entry of the layout that is not tied to another.
+    It is given up when this is dropped, too. ``version`` is the number under which it will be
+    published, ``views`` are tensors over it, one for each entry of the layout that is not tied.
     """
 
     __slots__ = ("views",)
@@ -74,10 +68,7 @@ class WeightChannel:
     a version. Neither side waits for the other while a slot is free. A process that dies releases
     what it holds, and nothing is left behind: the memory belongs to no file.
 
-    Make one with :meth:`create`.
-
-    Attributes:
-        holds: whether it has slots, which one of the ranks of a sharded model has.
+    Make one with :meth:`create`. It ``holds`` the slots on one of the ranks of a sharded model.
 
     Example:
         >>> import torch
@@ -91,11 +82,11 @@ class WeightChannel:
     """
 
     def __init__(
-        self, template: Any, layout: Layout, ranks: Ranks, slots: Any, timeout: float, late: float
+        self, template: Any, layout: Layout, ranks: Ranks, memory: Any, timeout: float, late: float
     ) -> None:
         self.template = template
         self.layout = layout
-        self.holds = slots is not None
+        self.holds = memory is not None
         self.rank_timeout = late
         self._timeout = timeout
         self._ranks = ranks
@@ -103,8 +94,8 @@ class WeightChannel:
         self._last = -1  # the version that a rank without slots has taken part in
         self._known: tuple[Any, dict[str, Weight]] = None, {}  # the template's weights
         self._closed = False
-        if slots is not None:
-            self._memory, self._end, session = slots
+        if memory is not None:
+            self._memory, self._end, session = memory
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
             self.device = self._memory.device
             self._views = [
@@ -132,43 +123,34 @@ class WeightChannel:
         publishes with it at the same time. The first of them has the slots and the handle.
 
         Args:
-            weights: a module, or a tensordict or dict of tensors. The channel takes their names,
-                shapes and dtypes. What is published later must have the same names and shapes, with
-                floats of any dtype. A module stands for the entries of its state dict, including
-                persistent buffers.
+            weights: a module, which stands for the entries of its state dict, or a tensordict or
+                dict of tensors. What is published later has the same names and shapes, with floats
+                of any dtype.
             slots: number of versions that fit into the memory, 2 to 64. The publisher never waits
                 if there are two more slots than leases at any time.
             device: where the slots lie and readers compute. ``None`` takes that of the weights, and
                 host memory for sharded weights: beside its shard, a GPU would hold whole models.
-            dtype: dtype of all floating entries in the channel; their own if ``None``. As in
+            dtype: of all floating entries in the channel; their own if ``None``. As in
                 ``Tensor.to``, what is beyond the range of float16 becomes infinite in it.
-            merge_adapters: whether a peft model is published as the base model's weights, with the
-                adapters merged into them, which is what an engine or a plain model loads.
-                Otherwise all entries are published as they are.
+            merge_adapters: whether a peft model is published as its base model, with the adapters
+                merged into the weights, which is what an engine or a plain model loads.
             max_readers: largest number of readers at a time.
             timeout: seconds that publisher and readers wait unless a call says otherwise.
             holds: whether this rank of a sharded model has slots, such as the first rank of each
                 machine; ``None`` for the first rank of all.
-            rank_timeout: seconds that a rank of a sharded model waits for the others to make the
-                same call.
+            rank_timeout: seconds that a rank waits, besides, for the others to make the same call.
 
         Raises:
-            TypeError: weights without plain bytes: quantised, sharded by others than torch, sparse
-                or on meta.
+            TypeError: weights without plain bytes: quantised, sparse, on meta or sharded by others.
             TimeoutError: other ranks of a sharded model do not call this; the message names them.
-            RuntimeError: the kernel refuses the memory; the message says how much was wanted.
+            RuntimeError: the memory is refused; the message says how much was wanted.
         """
         with Ranks.of(ranks_of(weights_of(weights).values())).together() as ranks:
             count("slots", slots, 2, 64)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(
-                    f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None "
-                    "keeps the dtypes of the weights"
-                )
-            if dtype is not None and not castable(dtype):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and castable(dtype)):
                 raise ValueError(
-                    f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
-                    "scales: publish the quantised tensors as they are"
+                    "dtype: expected a float of 16 bits or more such as torch.bfloat16, got "
+                    f"{dtype!r}; publish quantised tensors as they are, with their scales"
                 )
             if merge_adapters and not has_adapters(weights):
                 raise ValueError(
@@ -183,14 +165,14 @@ class WeightChannel:
             where = torch.device(device or ("cpu" if ranks.ranks else first.tensor.device))
             if holds is None:
                 holds = not ranks.ranks or dist.get_rank() == ranks.ranks[0]
-            slots = reserved(layout, where, slots, max_readers, timeout) if holds else None
+            memory = reserved(layout, where, slots, max_readers, timeout) if holds else None
             call = f"create a channel with layout {layout.hash[:12]}"
             if not any(ranks.gather(call, holds, rank_timeout)):
                 raise ValueError(
                     f"holds: expected True on one of the ranks {list(ranks.ranks)}, got False on "
                     "all; leave it out for the first of them"
                 )
-            return cls(weights, layout, ranks, slots, timeout, rank_timeout)
+            return cls(weights, layout, ranks, memory, timeout, rank_timeout)
 
     @property
     def version(self) -> int | None:
@@ -199,11 +181,7 @@ class WeightChannel:
         return None if last < 0 else last
 
     def publish(
-        self,
-        weights: Any = None,
-        version: int | None = None,
-        *,
-        timeout: float | None = None,
+        self, weights: Any = None, version: int | None = None, *, timeout: float | None = None
     ) -> int:
         """Copy weights into a free slot and make them the newest version.
 
@@ -212,19 +190,18 @@ class WeightChannel:
 
         Args:
             weights: as for :meth:`create`; those that the channel was created with if ``None``.
-            version: a number greater than the last one. ``None`` counts one more, from 1, so that 0
-                can stand for the weights that readers start with.
-            timeout: seconds to wait for a free slot; the channel's own if ``None``.
+            version: a number greater than the last one; of those on several ranks, the largest.
+                ``None`` counts one more, from 1, so that 0 can stand for a reader's own weights.
+            timeout: seconds to wait for a free slot; the channel's own if ``None``. A rank waits
+                for the others so much longer than ``rank_timeout``.
 
         Returns:
             The version, the same on all ranks.
 
         Raises:
-            ValueError: the weights have another layout (the message lists the differences), the
-                version is not greater than the last one, or a policy in this process follows the
-                channel with the same parameters. Nothing has changed then.
-            TimeoutError: readers hold all slots; the message names their process ids. Or other
-                ranks of a sharded model do not call this; the message names them.
+            ValueError: the weights have another layout (the message lists the differences), or the
+                version is not greater than the last one. Nothing has changed then.
+            TimeoutError: readers hold all slots, or other ranks do not call this; who, is said.
             RuntimeError: another rank had an error; nothing is published on any rank then.
         """
         with self._ranks.together() as ranks:
@@ -260,14 +237,8 @@ class WeightChannel:
         If the block raises, nothing is published. There is one block at a time: another waits for
         its end, in vain if that is the block around it. A child that is forked within a block
         cannot write: it ends with SIGSEGV if it tries. On a GPU, copy on the stream that is
-        current when the block begins: its end waits for that one.
-
-        Args:
-            version: as for :meth:`publish`.
-            timeout: as for :meth:`publish`.
-
-        Raises:
-            ValueError, TimeoutError: as for :meth:`publish`.
+        current when the block begins: its end waits for that one. Arguments
+        and errors are those of :meth:`publish`.
         """
         limit = self._limit(timeout)
         for _ in self._looks(limit):
@@ -282,10 +253,18 @@ class WeightChannel:
             except BaseException:
                 writing.abort()  # the traceback of the error would keep the slot
                 raise
-        raise self._full(limit)
+        held = ["another publish or writing block that has not ended"] * self._end.writing()
+        for pid, _, leased, _ in self._end.readers(forget_dead=False):
+            if leased:
+                versions = "versions" if len(leased) > 1 else "version"
+                held.append(f"pid {pid} holds {versions} {', '.join(map(str, leased))}")
+        raise TimeoutError(
+            f"timeout: expected a free slot within {limit} s, got none of {len(self._views)}: "
+            f"{'; '.join(held) or 'readers have just released them'}; publish after the block, "
+            "release leases, or create the channel with more slots"
+        )
 
     def _limit(self, timeout: float | None) -> float:
-        """The seconds of a wait for which a call gives ``timeout``."""
         return self._timeout if timeout is None else seconds("timeout", timeout)
 
     def _looks(self, limit: float) -> Iterator[None]:
@@ -307,23 +286,6 @@ class WeightChannel:
                 "grow: leave it out for the next one"
             )
         return number
-
-    def _full(self, timeout: float) -> TimeoutError:
-        if self._end.writing():
-            return TimeoutError(
-                f"timeout: expected to begin within {timeout} s, got another publish or writing "
-                "block of this channel that has not ended; publish from one thread, after the block"
-            )
-        held = [
-            f"pid {pid} holds version{'s' * (len(leased) > 1)} " + ", ".join(map(str, leased))
-            for pid, _, leased, _ in self._end.readers(forget_dead=False)
-            if leased
-        ]
-        return TimeoutError(
-            f"timeout: expected a free slot within {timeout} s, got all {len(self._views)} taken: "
-            f"{'; '.join(held) or 'readers have just released them'}; release leases, or create "
-            "the channel with more slots"
-        )
 
     def readers(self) -> list[ReaderInfo]:
         """The processes that read this channel, including those that died since the last call.
@@ -347,14 +309,13 @@ class WeightChannel:
         self._closed = True
         self._end.finish()
         if isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid():
-            others: list[int] = []
+            others: set[int] = set()
             for _ in self._looks(timeout):
                 readers = self._end.readers(forget_dead=False)
-                if not (
-                    others := [pid for pid, alive, *_ in readers if alive and pid != os.getpid()]
-                ):
+                others = {pid for pid, alive, *_ in readers if alive} - {os.getpid()}
+                if not others:
                     break
-            self._memory.close(others)
+            self._memory.close(sorted(others))
         self._end.close()
 
     def __enter__(self) -> WeightChannel:

@@ -16,14 +16,9 @@ from fusedrl.channel.layout import Layout
 
 
 class HostMemory:
-    """The slots of a channel in the channel's file in host memory, as one process sees them.
+    """The slots of a channel in its file in host memory; those of a reader are read-only.
 
-    A slot is a flat tensor of bytes that owns its mapping: the memory is unmapped when the last
-    tensor over it is freed.
-
-    Args:
-        end: this process's end of the channel; the slots of a reader are read-only.
-        nbytes: size of a slot in bytes.
+    A slot is a flat tensor of bytes, which is unmapped when the last tensor over it is freed.
     """
 
     manifest: ClassVar = {"kind": "host"}
@@ -44,21 +39,11 @@ Memory = HostMemory | CudaMemory
 
 
 class Manifest(NamedTuple):
-    """The description of a channel, which the channel's memory contains as JSON.
-
-    Attributes:
-        layout: the layout of a slot.
-        timeout: seconds that publisher and readers wait unless a call says otherwise.
-        memory: what a reader needs to open the slots, with their ``"kind"``.
-    """
+    """The description of a channel, which the channel's memory contains as JSON."""
 
     layout: Layout
-    timeout: float
-    memory: dict[str, Any]
-
-    def to_bytes(self) -> bytes:
-        """The description as JSON."""
-        return json.dumps({**self._asdict(), "layout": self.layout.to_json()}).encode()
+    timeout: float  # of publisher and readers, unless a call says otherwise
+    memory: dict[str, Any]  # what a reader needs to open the slots, with their "kind"
 
     @classmethod
     def of(cls, text: bytes) -> Manifest:
@@ -84,8 +69,10 @@ def reserved(
     try:
         if device.type == "cuda":
             memory = CudaMemory.create(device, slots, size)
-        manifest = Manifest(layout, timeout, (memory or HostMemory).manifest).to_bytes()
-        end = _host.Publisher(slots, 0 if memory else size, max_readers, session, manifest)
+        manifest = {"layout": layout.to_json(), "timeout": timeout}
+        manifest["memory"] = (memory or HostMemory).manifest
+        text = json.dumps(manifest).encode()
+        end = _host.Publisher(slots, 0 if memory else size, max_readers, session, text)
     except (OSError, RuntimeError) as error:
         raise RuntimeError(
             f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "

@@ -45,16 +45,13 @@ def ranks_of(weights: Iterable[Weight]) -> tuple[int, ...]:
 
 
 class Ranks:
-    """Ranks that take steps together, in rounds over the store of their group; one rank alone.
+    """Ranks that take steps together, in rounds over the store of their group; or one, alone.
 
-    Each round has one outcome, and ranks take it in any case: what every rank has brought, or the
-    error of one. So they stay in step, also with ranks that come later.
+    Each round has one outcome, which is taken by ranks that come late as well: what every rank has
+    brought, or the error of one. So they stay in step.
 
-    Args:
-        ranks: the global ranks, this one among them; none, or one, where nobody else takes part.
-
-    Attributes:
-        round: the number of the next round, equal on all ranks.
+    ``ranks`` are global ones; there are none where tensors are whole. ``round`` is the number of
+    the next round, the same on all.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -68,7 +65,7 @@ class Ranks:
 
     @classmethod
     def of(cls, ranks: tuple[int, ...]) -> Ranks:
-        """Those of this process's group, the same for all channels: it has one order of steps."""
+        """Those of this process's group, which take the steps of all channels in one order."""
         known = _KNOWN.get(ranks)
         if known is None or (len(ranks) > 1 and known.base is not store_of_ranks()):
             known = _KNOWN[ranks] = cls(ranks)
@@ -87,48 +84,50 @@ class Ranks:
             try:
                 yield self
             except BaseException as error:
-                self._fail(error)
+                kind = "TimeoutError" if isinstance(error, TimeoutError) else "RuntimeError"
+                text = (
+                    f"ranks: expected all of them to take part, got rank {self._rank}: "
+                    f"{type(error).__name__}: {error}; nothing is published: call again on every "
+                    "rank once that is repaired"
+                )
+                while not self._settle(text, kind):  # a round that has ended well stays so
+                    self.round += 1
+                self.round += 1
                 raise
 
     def gather(self, call: str, value: Any, patience: float) -> list[Any]:
-        """Wait until every rank has come, and return the values of all, the same on every rank.
-
-        Args:
-            call: what the ranks are doing, which must be the same.
-            value: of this rank, as JSON has it.
-            patience: seconds.
+        """Wait until every rank makes the same call, and return the values of all, in JSON's types.
 
         Raises:
-            TimeoutError: ranks did not come in time, or another rank had such an error; the message
-                names them.
-            RuntimeError: another rank had another error, which the message has.
+            TimeoutError: ranks did not come within ``patience`` seconds, or one had such an error.
+            RuntimeError: another rank had another error.
             ValueError: another rank makes another call.
         """
         if len(self.ranks) < 2:
             return [value]
-        outcome, mine = str(self.round), f"{self.round} of {self._rank}"
-        brought = [f"{self.round} of {rank}" for rank in self.ranks]
-        self._store.set(mine, json.dumps([call, value]))
+        key = str(self.round)
+        self._store.set(f"{key} of {self._rank}", json.dumps([call, value]))
+        brought = [f"{key} of {rank}" for rank in self.ranks]
+        if self._store.add(f"{key} came", 1) == len(self.ranks):
+            self._settle([json.loads(self._store.get(each)) for each in brought])
         deadline = time.monotonic() + patience
-        while not self._store.check([outcome]):
-            if self._store.check(brought):
-                self._settle(None, [json.loads(self._store.get(key)) for key in brought])
-            elif time.monotonic() > deadline:
-                came = map(self._store.check, ([key] for key in brought))
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                came = [self._store.check([each]) for each in brought]
                 late = [str(rank) for rank, has in zip(self.ranks, came, strict=True) if not has]
                 self._settle(
-                    "TimeoutError",
                     f"ranks: expected all of {list(self.ranks)} to make this call within "
                     f"{patience} s, got none by rank {', '.join(late)}; make it on every rank, or "
                     "raise rank_timeout",
+                    "TimeoutError",
                 )
-            else:
-                time.sleep(PAUSE_S)
-        error, value = json.loads(self._store.get(outcome))
+            time.sleep(PAUSE_S)
+        error, value = json.loads(self._store.get(key))
         if error is not None:
             raise (TimeoutError if error == "TimeoutError" else RuntimeError)(value)
-        for old in (f"{self.round - 1}", f"{self.round - 1} of {self._rank}"):
-            self._store.delete_key(old)  # as all ranks have come to this round
+        last = self.round - 1  # which nobody looks at any more
+        for old in (f"{last}", f"{last} came", f"{last} of {self._rank}"):
+            self._store.delete_key(old)
         self.round += 1
         calls, values = zip(*value, strict=True)
         if len(set(calls)) > 1:
@@ -140,30 +139,13 @@ class Ranks:
         return list(values)
 
     def outcome(self, call: str, patience: float) -> None:
-        """Wait until every rank has done its part of the call.
-
-        Raises:
-            Exception: as :meth:`gather`.
-        """
+        """Wait until every rank has done its part of a call; errors are those of :meth:`gather`."""
         self.gather(f"end of {call}", None, patience)
 
-    def _fail(self, error: BaseException) -> None:
-        """Make an error the outcome of the first round without one; it stays that of its round."""
-        kind, text = "TimeoutError", f"{error} (on rank {self._rank})"
-        if not isinstance(error, TimeoutError):
-            kind, text = (
-                "RuntimeError",
-                f"ranks: expected all of them to take part, got rank {self._rank}: "
-                f"{type(error).__name__}: {error}; nothing is published: call again on every rank "
-                "once that is repaired",
-            )
-        while self._settle(kind, text)[0] is None:
-            self.round += 1
-        self.round += 1
-
-    def _settle(self, error: str | None, value: Any) -> tuple[str | None, Any]:
-        """The outcome of the round, a kind of error or none and a value: these if it has none."""
-        return json.loads(self._store.compare_set(str(self.round), "", json.dumps([error, value])))
+    def _settle(self, value: Any, error: str | None = None) -> bool:
+        """Give the round its outcome if it has none, and return whether that is an error."""
+        outcome = json.dumps([error, value])
+        return json.loads(self._store.compare_set(str(self.round), "", outcome))[0] is not None
 
 
 _KNOWN: dict[tuple[int, ...], Ranks] = {}
