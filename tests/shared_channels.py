@@ -139,7 +139,6 @@ def errors(rank: int) -> list[Any]:
     mine = dist.get_rank() == rank
     whole = {name: parameter.full_tensor() for name, parameter in weights.named_parameters()}
     with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
-
         found = [
             said(channel.publish, whole if mine else None),
             said(channel.publish, other if mine else None),

@@ -76,7 +76,8 @@ def reserved(
     except (OSError, RuntimeError) as error:
         raise RuntimeError(
             f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "
-            f"'{getattr(error, 'strerror', None) or error}'; raise the limit that this names, or "
-            f"take fewer slots than {slots} or half the width (dtype=torch.bfloat16)"
+            f"'{getattr(error, 'strerror', None) or error}'; take fewer slots than {slots} or half "
+            "the width (dtype=torch.bfloat16), or raise the limit (ulimit -n of open files; ulimit "
+            "-v, or a container's, of memory)"
         ) from error
     return memory or HostMemory(end, size), end, session
