@@ -102,7 +102,7 @@ def test_without_a_free_slot_publishing_waits_or_names_the_reader(channel, reade
     publish(channel)
     with reader.lease():
         publish(channel)
-        with pytest.raises(TimeoutError, match=rf"pid {os.getpid()} holds versions 1, 2"):
+        with pytest.raises(TimeoutError, match=rf"pid {os.getpid()} holds versions \[1, 2\]"):
             publish(channel, timeout=0.05)
         releaser = threading.Timer(0.1, first.release)
         releaser.start()

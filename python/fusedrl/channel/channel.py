@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedrl import _host
@@ -21,7 +20,7 @@ from fusedrl.channel.following import PUBLISHERS
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.memory import reserved
 from fusedrl.channel.ranks import Ranks, ranks_of
-from fusedrl.channel.reader import WeightHandle
+from fusedrl.channel.reader import WeightHandle, WeightReader
 from fusedrl.channel.tensors import (
     Weight,
     castable,
@@ -33,8 +32,7 @@ from fusedrl.channel.tensors import (
     weights_of,
 )
 
-# Seconds within which the death of a reader is noticed.
-SLICE_S = 0.02
+SLICE_S = 0.02  # within which the death of a reader is noticed
 
 
 class ReaderInfo(NamedTuple):
@@ -64,11 +62,9 @@ class Writing(_host.Write):
 class WeightChannel:
     """Publishes versions of a model's weights to the processes of a machine.
 
-    Readers lease one complete version, without a copy, and know its number; they never see half of
-    a version. Neither side waits for the other while a slot is free. A process that dies releases
-    what it holds, and nothing is left behind: the memory belongs to no file.
-
-    Make one with :meth:`create`. It ``holds`` the slots on one of the ranks of a sharded model.
+    :meth:`create` makes one. Readers lease one complete version, without a copy, and know its
+    number. Neither side waits for the other while a slot is free. A process that dies releases what
+    it holds, and the memory belongs to no file. Of the ranks of a sharded model, one ``holds`` it.
 
     Example:
         >>> import torch
@@ -98,9 +94,8 @@ class WeightChannel:
             self._memory, self._end, session = memory
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
             self.device = self._memory.device
-            self._views = [
-                layout.views(self._memory.slot(i)) for i in range(self._end.slot_count())
-            ]
+            flat = map(self._memory.slot, range(self._end.slot_count()))
+            self._views = list(map(layout.views, flat))
             PUBLISHERS[session] = self
 
     @classmethod
@@ -163,8 +158,7 @@ class WeightChannel:
             layout = Layout.of(weights, dtype=dtype, merge_adapters=merge_adapters)
             first, *_ = layout.match(weights).values()
             where = torch.device(device or ("cpu" if ranks.ranks else first.tensor.device))
-            if holds is None:
-                holds = not ranks.ranks or dist.get_rank() == ranks.ranks[0]
+            holds = ranks.is_first if holds is None else holds
             memory = reserved(layout, where, slots, max_readers, timeout) if holds else None
             call = f"create a channel with layout {layout.hash[:12]}"
             if not any(ranks.gather(call, holds, rank_timeout)):
@@ -190,13 +184,10 @@ class WeightChannel:
 
         Args:
             weights: as for :meth:`create`; those that the channel was created with if ``None``.
-            version: a number greater than the last one; of those on several ranks, the largest.
+            version: a number greater than the last one, which is returned; of ranks, the largest.
                 ``None`` counts one more, from 1, so that 0 can stand for a reader's own weights.
             timeout: seconds to wait for a free slot; the channel's own if ``None``. A rank waits
                 for the others so much longer than ``rank_timeout``.
-
-        Returns:
-            The version, the same on all ranks.
 
         Raises:
             ValueError: the weights have another layout (the message lists the differences), or the
@@ -237,8 +228,8 @@ class WeightChannel:
         If the block raises, nothing is published. There is one block at a time: another waits for
         its end, in vain if that is the block around it. A child that is forked within a block
         cannot write: it ends with SIGSEGV if it tries. On a GPU, copy on the stream that is
-        current when the block begins: its end waits for that one. Arguments
-        and errors are those of :meth:`publish`.
+        current when the block begins: its end waits for that one. Arguments and errors are those of
+        :meth:`publish`.
         """
         limit = self._limit(timeout)
         for _ in self._looks(limit):
@@ -254,10 +245,8 @@ class WeightChannel:
                 writing.abort()  # the traceback of the error would keep the slot
                 raise
         held = ["another publish or writing block that has not ended"] * self._end.writing()
-        for pid, _, leased, _ in self._end.readers(forget_dead=False):
-            if leased:
-                versions = "versions" if len(leased) > 1 else "version"
-                held.append(f"pid {pid} holds {versions} {', '.join(map(str, leased))}")
+        readers = self._end.readers(forget_dead=False)
+        held += [f"pid {pid} holds versions {leased}" for pid, _, leased, _ in readers if leased]
         raise TimeoutError(
             f"timeout: expected a free slot within {limit} s, got none of {len(self._views)}: "
             f"{'; '.join(held) or 'readers have just released them'}; publish after the block, "
@@ -300,9 +289,8 @@ class WeightChannel:
     def close(self, timeout: float = 5.0) -> None:
         """Close the channel: no version follows, and readers keep the versions that they hold.
 
-        Args:
-            timeout: seconds to wait for readers of memory on a GPU. Memory that they still use
-                after that is not freed before this process ends.
+        On a GPU it waits for at most ``timeout`` seconds for readers in other processes. Memory
+        that they still use after that is not freed before this process ends.
         """
         if self._closed or not self.holds:
             return
@@ -326,9 +314,4 @@ class WeightChannel:
         """Close it."""
         self.close()
 
-    def __reduce__(self) -> Any:
-        """Refuse to be pickled: only a handle can be sent to another process."""
-        raise TypeError(
-            "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
-            "send channel.handle and open it there"
-        )
+    __reduce__ = WeightReader.__reduce__

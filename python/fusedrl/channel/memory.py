@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,29 +38,16 @@ class HostMemory:
 Memory = HostMemory | CudaMemory
 
 
-class Manifest(NamedTuple):
-    """The description of a channel, which the channel's memory contains as JSON."""
-
-    layout: Layout
-    timeout: float  # of publisher and readers, unless a call says otherwise
-    memory: dict[str, Any]  # what a reader needs to open the slots, with their "kind"
-
-    @classmethod
-    def of(cls, text: bytes) -> Manifest:
-        """The description that another process wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "layout": Layout.from_json(fields["layout"])})
+def described(manifest: bytes) -> tuple[Layout, float, dict[str, Any]]:
+    """What a channel's memory says of it: its layout, its timeout, and how its slots are opened."""
+    layout, timeout, memory = json.loads(manifest)
+    return Layout.from_json(layout), timeout, memory
 
 
 def reserved(
     layout: Layout, device: torch.device, slots: int, max_readers: int, timeout: float
 ) -> tuple[Memory, _host.Publisher, str]:
-    """The memory of a new channel, the publisher's end of it, and a name that no other one has.
-
-    Raises:
-        ValueError: a device that is neither the CPU nor a CUDA device.
-        RuntimeError: the kernel or the driver refuses the memory.
-    """
+    """The memory of a new channel, the publisher's end of it, and a name that no other one has."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"device: expected cpu or cuda, got {device}; device='cpu' serves any machine"
@@ -69,10 +56,8 @@ def reserved(
     try:
         if device.type == "cuda":
             memory = CudaMemory.create(device, slots, size)
-        manifest = {"layout": layout.to_json(), "timeout": timeout}
-        manifest["memory"] = (memory or HostMemory).manifest
-        text = json.dumps(manifest).encode()
-        end = _host.Publisher(slots, 0 if memory else size, max_readers, session, text)
+        manifest = json.dumps([layout.to_json(), timeout, (memory or HostMemory).manifest])
+        end = _host.Publisher(slots, 0 if memory else size, max_readers, session, manifest.encode())
     except (OSError, RuntimeError) as error:
         raise RuntimeError(
             f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "

@@ -6,10 +6,9 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -27,14 +26,14 @@ def interrupted_later() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    held: list[Callable[[], Any]] = []
-    signal.signal(signal.SIGINT, lambda *args: held.append(partial(handler, *args)))
+    held: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *args: held.append(args))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
         if held:
-            held[0]()
+            handler(*held[0])
 
 
 def ranks_of(weights: Iterable[Weight]) -> tuple[int, ...]:
@@ -54,9 +53,12 @@ class Ranks:
     the next round, the same on all.
     """
 
+    _known: ClassVar[dict[tuple[int, ...], Ranks]] = {}
+
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.round = 0
+        self.is_first = not ranks or dist.get_rank() == ranks[0]
         if len(ranks) > 1:
             self.base = store_of_ranks()
             self._store = distributed_c10d.PrefixStore(f"fusedrl {list(ranks)}", self.base)
@@ -66,9 +68,9 @@ class Ranks:
     @classmethod
     def of(cls, ranks: tuple[int, ...]) -> Ranks:
         """Those of this process's group, which take the steps of all channels in one order."""
-        known = _KNOWN.get(ranks)
+        known = cls._known.get(ranks)
         if known is None or (len(ranks) > 1 and known.base is not store_of_ranks()):
-            known = _KNOWN[ranks] = cls(ranks)
+            known = cls._known[ranks] = cls(ranks)
         return known
 
     @contextmanager
@@ -99,22 +101,21 @@ class Ranks:
         """Wait until every rank makes the same call, and return the values of all, in JSON's types.
 
         Raises:
-            TimeoutError: ranks did not come within ``patience`` seconds, or one had such an error.
-            RuntimeError: another rank had another error.
+            TimeoutError, RuntimeError: ranks did not come within ``patience`` seconds; what another
+                rank has raised.
             ValueError: another rank makes another call.
         """
         if len(self.ranks) < 2:
             return [value]
         key = str(self.round)
-        self._store.set(f"{key} of {self._rank}", json.dumps([call, value]))
-        brought = [f"{key} of {rank}" for rank in self.ranks]
+        brought = {rank: f"{key} of {rank}" for rank in self.ranks}
+        self._store.set(brought[self._rank], json.dumps([call, value]))
         if self._store.add(f"{key} came", 1) == len(self.ranks):
-            self._settle([json.loads(self._store.get(each)) for each in brought])
+            self._settle([json.loads(self._store.get(each)) for each in brought.values()])
         deadline = time.monotonic() + patience
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                came = [self._store.check([each]) for each in brought]
-                late = [str(rank) for rank, has in zip(self.ranks, came, strict=True) if not has]
+                late = [str(r) for r, each in brought.items() if not self._store.check([each])]
                 self._settle(
                     f"ranks: expected all of {list(self.ranks)} to make this call within "
                     f"{patience} s, got none by rank {', '.join(late)}; make it on every rank, or "
@@ -146,6 +147,3 @@ class Ranks:
         """Give the round its outcome if it has none, and return whether that is an error."""
         outcome = json.dumps([error, value])
         return json.loads(self._store.compare_set(str(self.round), "", outcome))[0] is not None
-
-
-_KNOWN: dict[tuple[int, ...], Ranks] = {}
