@@ -16,10 +16,7 @@ from fusedrl.channel.layout import Layout
 
 
 class HostMemory:
-    """The slots of a channel in its file in host memory; those of a reader are read-only.
-
-    A slot is a flat tensor of bytes, which is unmapped when the last tensor over it is freed.
-    """
+    """The slots of a channel in its file in host memory; those of a reader are read-only."""
 
     manifest: ClassVar = {"kind": "host"}
     device: torch.device = torch.device("cpu")
@@ -28,7 +25,7 @@ class HostMemory:
         self._end, self._nbytes = end, nbytes
 
     def slot(self, index: int, lease: _host.Lease | None = None) -> Tensor:
-        """The bytes of a slot; the tensor keeps a ``lease`` of the slot, if there is one."""
+        """The bytes of a slot, mapped, and kept by ``lease``, until the last view is freed."""
         return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes, lease))
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:

@@ -101,8 +101,7 @@ class Ranks:
         """Wait until every rank makes the same call, and return the values of all, in JSON's types.
 
         Raises:
-            TimeoutError, RuntimeError: ranks did not come within ``patience`` seconds; what another
-                rank has raised.
+            TimeoutError, RuntimeError: ranks did not come for ``patience`` seconds, or one failed.
             ValueError: another rank makes another call.
         """
         if len(self.ranks) < 2:
@@ -112,6 +111,9 @@ class Ranks:
         self._store.set(brought[self._rank], json.dumps([call, value]))
         if self._store.add(f"{key} came", 1) == len(self.ranks):
             self._settle([json.loads(self._store.get(each)) for each in brought.values()])
+            last = self.round - 1  # which nobody looks at any more
+            for old in (f"{last}", f"{last} came", *(f"{last} of {rank}" for rank in self.ranks)):
+                self._store.delete_key(old)
         deadline = time.monotonic() + patience
         while not self._store.check([key]):
             if time.monotonic() > deadline:
@@ -126,9 +128,6 @@ class Ranks:
         error, value = json.loads(self._store.get(key))
         if error is not None:
             raise (TimeoutError if error == "TimeoutError" else RuntimeError)(value)
-        last = self.round - 1  # which nobody looks at any more
-        for old in (f"{last}", f"{last} came", f"{last} of {self._rank}"):
-            self._store.delete_key(old)
         self.round += 1
         calls, values = zip(*value, strict=True)
         if len(set(calls)) > 1:
