@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,28 @@ def alone() -> list[Any]:
         if dist.get_rank() != 0:
             dist.barrier()
         channel.rank_timeout = 1.0
-        found.append(said(channel.publish))
+        found.append(said(channel.publish, timeout=0))
         if dist.get_rank() == 0:
             dist.barrier()
         channel.rank_timeout = PATIENCE
         found.append(channel.publish())
     return found
+
+
+@contextmanager
+def after_writing(action: Any, *args: Any) -> Any:
+    """Act when the weights are in the slot and nobody knows of it."""
+    write = Layout.write
+
+    def writes(*its: Any) -> None:
+        write(*its)
+        action(*args)
+
+    Layout.write = writes
+    try:
+        yield
+    finally:
+        Layout.write = write
 
 
 def errors(rank: int) -> list[Any]:
@@ -122,20 +139,18 @@ def errors(rank: int) -> list[Any]:
     mine = dist.get_rank() == rank
     whole = {name: parameter.full_tensor() for name, parameter in weights.named_parameters()}
     with WeightChannel.create(weights, rank_timeout=PATIENCE) as channel:
-
-        def updates() -> Any:
-            ranks: Any = channel._rendezvous
-            with ranks.collective():
-                return ranks.agree(PATIENCE, "update", 1)
-
-        return [
+        found = [
             said(channel.publish, whole if mine else None),
             said(channel.publish, other if mine else None),
             said(channel.publish, version="x" if mine else None),
             said(channel.publish, timeout=-1 if mine else None),
-            said(updates if mine else channel.publish),
-            channel.publish(),
+            said(channel.publish, version=7 if mine else 5),
+            said(channel.publish, version=7 if mine else None),
         ]
+        with after_writing(int if mine else str, "written"):
+            found.append(said(channel.publish))
+        create = partial(WeightChannel.create, weights, rank_timeout=PATIENCE)
+        return [*found, said(create if mine else channel.publish), channel.publish()]
 
 
 def layouts() -> list[Any]:

@@ -346,7 +346,7 @@ def interrupted_at(number: int = -1) -> Iterator[list[str]]:
         sys.settrace(None)
 
 
-_PROTOCOL = ("fusedrl.models.ranks", "fusedrl.channel.rendezvous")
+_PROTOCOL = ("fusedrl.models.ranks", "fusedrl.channel.ranks")
 
 
 def torchrl_computes() -> None:

@@ -24,6 +24,13 @@ def driver(monkeypatch):
     assert driver.violations == []
 
 
+def test_what_a_gpu_refuses_is_said_with_the_size_that_was_wanted(driver):
+    driver.room = 0
+    wanted = r"expected 3 slots of .* on cuda:0, got 'fake driver: out of memory'; take fewer slots"
+    with pytest.raises(RuntimeError, match=wanted):
+        WeightChannel.create(weights(0), device="cuda:0")
+
+
 def weights(version, numbers=512):
     return {name: torch.full((numbers,), float(version)) for name in NAMES}
 

@@ -147,6 +147,18 @@ def test_what_is_trained_here_follows_no_channel_of_its_own(mode, weights, follo
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_what_follows_a_channel_is_published_as_it_is(mode):
+    with WeightChannel.create(filled(0)) as channel, channel.handle.open() as reader:
+        channel.publish(filled(5))
+        follower = reader.follow(policy := filled(0), mode)
+        with follower.call():
+            assert channel.publish(policy) == 2
+        with follower.call() as version:
+            assert version == 2 and content(policy) == {5}
+        follower.close()
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
 def test_a_module_that_follows_cannot_be_trained(reader, mode):
     """Also where nobody sees that it is what is trained: a clone of it is published."""
     model = filled(0)

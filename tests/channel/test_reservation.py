@@ -20,13 +20,19 @@ def opened_files() -> set[str]:
     return {path.name for path in Path("/proc/self/fd").iterdir()}
 
 
-def test_what_the_kernel_refuses_is_said_with_the_size_that_was_wanted():
-    opened, before = opened_files(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, before[1]))
-    wanted = rf"{NEEDED} bytes of shared memory, got.*File too large.*fewer slots than 3.*bfloat16"
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [("RLIMIT_FSIZE", "File too large"), ("RLIMIT_AS", "Cannot allocate memory")],
+)
+def test_what_the_kernel_refuses_is_said_with_the_size_that_was_wanted(limit, reason):
+    kind, opened = getattr(resource, limit), opened_files()
+    before, pages = resource.getrlimit(kind), int(Path("/proc/self/statm").read_text().split()[0])
+    taken = pages * resource.getpagesize() if limit == "RLIMIT_AS" else 0
+    resource.setrlimit(kind, (taken + 64 * MIB, before[1]))
+    wanted = rf"3 slots of .*\({NEEDED}\) on cpu, got.*{reason}.*fewer slots than 3.*bfloat16"
     try:
         with pytest.raises(RuntimeError, match=wanted):
             WeightChannel.create(WEIGHTS)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(kind, before)
     assert opened_files() == opened

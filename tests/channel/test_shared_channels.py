@@ -39,10 +39,11 @@ def test_a_timeout_is_one_of_all_ranks(ranks):
     first, *others = ranks.run(shared_channels.without_a_slot)
     for error, *after in (first, *others):
         assert after == [3, 3]
-        assert error.startswith(
-            "TimeoutError: timeout: expected a free slot within 0.0 s, got all 2"
-        )
-    assert all(error.endswith("with more slots (on rank 0)") for error, *_ in others)
+        assert "TimeoutError: timeout: expected a free slot within 0.0 s, got none of 2" in error
+    assert all(
+        error.startswith("TimeoutError: ranks: expected all of them to take part, got rank 0: ")
+        for error, *_ in others
+    )
 
 
 def test_a_rank_alone_learns_which_ranks_did_not_come(ranks):
@@ -59,18 +60,23 @@ def test_a_rank_alone_learns_which_ranks_did_not_come(ranks):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_a_rank_is_one_of_all_and_publishes_nothing(two, rank):
     found = two.run(shared_channels.errors, rank)
-    shards = "ValueError: weights: expected the same number of sharded tensors on all ranks, got "
-    assert all(said.pop(0).startswith(shards) for said in found)
+    calls = "ValueError: ranks: expected the same call on all ranks, got rank 0: publish "
+    assert all(said.pop(0).startswith(calls) for said in found)
     told = f"RuntimeError: ranks: expected all of them to take part, got rank {rank}: "
     wrong = "ValueError: weights: ", "TypeError: version: ", "ValueError: timeout: "
-    for place, text in enumerate(wrong):
-        assert found[rank][place].startswith(text)
-        assert found[1 - rank][place].startswith(told + text)
-    for *_, call, published in found:
-        assert call.startswith(
-            "ValueError: ranks: expected the same call on all ranks, got rank 0: "
-        )
-        assert published == 1
+    for text in wrong:
+        assert found[rank].pop(0).startswith(text)
+        assert found[1 - rank].pop(0).startswith(told + text)
+    assert [said.pop(0) for said in found] == [7, 7]  # the larger of two numbers
+    refused = [said.pop(0) for said in found]
+    assert refused[rank].startswith("ValueError: version: expected more than the published 7")
+    assert refused[1 - rank].startswith(told + "ValueError: version: ")
+    failed = [said.pop(0) for said in found]  # after the slot is written
+    assert failed[rank].startswith("ValueError: invalid literal")
+    assert failed[1 - rank].startswith(told + "ValueError: invalid literal")
+    for call, published in found:
+        assert call.startswith("ValueError: ranks: expected the same call on all ranks, got rank 0")
+        assert published == 8
 
 
 def test_channels_that_do_not_fit_are_refused_on_all_ranks(two):
@@ -79,7 +85,7 @@ def test_channels_that_do_not_fit_are_refused_on_all_ranks(two):
         text = second.pop(0)
         assert text.startswith(f"ValueError: {name}: ") and text in first.pop(0)
     for layout, slots, count, version in (first, second):
-        assert layout.startswith("ValueError: channel: expected one layout on all ranks")
+        assert layout.startswith("ValueError: ranks: expected the same call on all ranks, got rank")
         assert slots.startswith("ValueError: holds: expected True on one of the ranks [0, 1]")
         assert count.startswith("ValueError: slots: expected 2 to 64") and version == 1
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedrl import _host
@@ -20,37 +18,28 @@ from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.follow import PUBLISHED
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import HostMemory, Manifest, Memory
-from fusedrl.channel.reader import WeightHandle
-from fusedrl.channel.rendezvous import (
-    Rendezvous,
-    check_ends,
-    publish_together,
-    ranks_of_shards,
-    rendezvous_of,
-)
+from fusedrl.channel.memory import reserved
+from fusedrl.channel.ranks import Ranks, ranks_of
+from fusedrl.channel.reader import WeightHandle, WeightReader
 from fusedrl.channel.tensors import (
     Weight,
     castable,
     facts,
     has_memory,
     is_dtensor,
+    part_of_rank,
     weights_in,
     weights_of,
 )
 
-# Seconds within which the death of a reader is noticed.
-SLICE_S = 0.02
+SLICE_S = 0.02  # within which the death of a reader is noticed
 
 
 class ReaderInfo(NamedTuple):
-    """A process that reads a channel.
+    """A process that reads a channel, by its own ``pid``, with the versions that it has ``leased``.
 
-    Attributes:
-        pid: as the reader itself sees it.
-        alive: false if the process died without closing its reader; such a reader is reported once.
-        leased: the versions that it holds.
-        applied: the newest version that it has computed with or loaded, ``None`` before the first.
+    It has ``applied`` the newest that it has computed with or loaded, ``None`` before the first. It
+    is not ``alive`` if it died without closing its reader, which is told once.
     """
 
     pid: int
@@ -62,11 +51,8 @@ class ReaderInfo(NamedTuple):
 class Writing(_host.Write):
     """A slot that is being written: published when its block ends, given up where that raises.
 
-    It owns the slot from the moment in which it exists, and gives it up when it is dropped.
-
-    Attributes:
-        version: the number under which it will be published.
-        views: tensors over it, one for each entry of the layout that is not tied to another.
+    It is given up when this is dropped, too. ``version`` is the number under which it will be
+    published, ``views`` are tensors over it, one for each entry of the layout that is not tied.
     """
 
     __slots__ = ("views",)
@@ -76,14 +62,9 @@ class Writing(_host.Write):
 class WeightChannel:
     """Publishes versions of a model's weights to the processes of a machine.
 
-    Readers lease one complete version, without a copy, and know its number; they never see half of
-    a version. Neither side waits for the other while a slot is free. A process that dies releases
-    what it holds, and nothing is left behind: the memory belongs to no file.
-
-    Make one with :meth:`create`.
-
-    Attributes:
-        holds: whether it has slots, which one of the ranks of a sharded model has.
+    :meth:`create` makes one. Readers lease one complete version, without a copy, and know its
+    number. Neither side waits for the other while a slot is free. A process that dies releases what
+    it holds, and the memory belongs to no file. Of the ranks of a sharded model, one ``holds`` it.
 
     Example:
         >>> import torch
@@ -97,31 +78,25 @@ class WeightChannel:
     """
 
     def __init__(
-        self,
-        template: Any,
-        layout: Layout,
-        slots: tuple[Memory, _host.Publisher] | None,
-        *,
-        session: str,
-        timeout: float,
-        rank_timeout: float,
+        self, template: Any, layout: Layout, ranks: Ranks, memory: Any, timeout: float, late: float
     ) -> None:
         self.template = template
         self.layout = layout
-        self.holds = slots is not None
-        self.rank_timeout = rank_timeout
-        self._session = session
+        self.holds = memory is not None
+        self.rank_timeout = late
         self._timeout = timeout
-        self._rendezvous: Rendezvous | None = None  # of the ranks that publish together
-        self._known: tuple[list[Any], dict[str, Weight]] | None = None  # what the template has
+        self._ranks = ranks
+        self._call = f"publish in channel {ranks.round}"  # of those that these ranks have created
+        self._last = -1  # the version that a rank without slots has taken part in
+        self._known: tuple[Any, dict[str, Weight]] = None, {}  # the template's weights
         self._closed = False
-        PUBLISHED[session] = self
-        if slots is not None:
-            self._memory, self._end = slots
+        if memory is not None:
+            self._memory, self._end, session = memory
             self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
             self.device = self._memory.device
             flat = map(self._memory.slot, range(self._end.slot_count()))
             self._views = list(map(layout.views, flat))
+            PUBLISHED[session] = self
 
     @classmethod
     def create(
@@ -143,45 +118,34 @@ class WeightChannel:
         publishes with it at the same time. The first of them has the slots and the handle.
 
         Args:
-            weights: a module, or a tensordict or dict of tensors. The channel takes their names,
-                shapes and dtypes. What is published later must have the same names and shapes, with
-                floats of any dtype. A module stands for the entries of its state dict, including
-                persistent buffers.
+            weights: a module, which stands for the entries of its state dict, or a tensordict or
+                dict of tensors. What is published later has the same names and shapes, with floats
+                of any dtype.
             slots: number of versions that fit into the memory, 2 to 64. The publisher never waits
                 if there are two more slots than leases at any time.
             device: where the slots lie and readers compute. ``None`` takes that of the weights, and
                 host memory for sharded weights: beside its shard, a GPU would hold whole models.
-            dtype: dtype of all floating entries in the channel; their own if ``None``. As in
+            dtype: of all floating entries in the channel; their own if ``None``. As in
                 ``Tensor.to``, what is beyond the range of float16 becomes infinite in it.
-            merge_adapters: whether a peft model is published as the base model's weights, with the
-                adapters merged into them, which is what an engine or a plain model loads.
-                Otherwise all entries are published as they are.
+            merge_adapters: whether a peft model is published as its base model, with the adapters
+                merged into the weights, which is what an engine or a plain model loads.
             max_readers: largest number of readers at a time.
             timeout: seconds that publisher and readers wait unless a call says otherwise.
             holds: whether this rank of a sharded model has slots, such as the first rank of each
                 machine; ``None`` for the first rank of all.
-            rank_timeout: seconds that a rank of a sharded model waits for the others to make the
-                same call.
+            rank_timeout: seconds that a rank waits, besides, for the others to make the same call.
 
         Raises:
-            TypeError: weights without plain bytes: quantised, sharded by others than torch, sparse
-                or on meta.
+            TypeError: weights without plain bytes: quantised, sparse, on meta or sharded by others.
             TimeoutError: other ranks of a sharded model do not call this; the message names them.
-            RuntimeError: the kernel refuses the memory; the message says how much was wanted.
+            RuntimeError: the memory is refused; the message says how much was wanted.
         """
-        ranks = ranks_of_shards(weights_of(weights).values())
-        rendezvous = rendezvous_of(ranks) if len(ranks) > 1 else None
-        with nullcontext() if rendezvous is None else rendezvous.collective():
+        with Ranks.of(ranks_of(weights_of(weights).values())).together() as ranks:
             count("slots", slots, 2, 64)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise TypeError(
-                    f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}; None "
-                    "keeps the dtypes of the weights"
-                )
-            if dtype is not None and not castable(dtype):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and castable(dtype)):
                 raise ValueError(
-                    f"dtype: expected a float of 16 bits or more, got {dtype}; smaller ones need "
-                    "scales: publish the quantised tensors as they are"
+                    "dtype: expected a float of 16 bits or more such as torch.bfloat16, got "
+                    f"{dtype!r}; publish quantised tensors as they are, with their scales"
                 )
             if merge_adapters and not has_adapters(weights):
                 raise ValueError(
@@ -193,39 +157,25 @@ class WeightChannel:
             rank_timeout = seconds("rank_timeout", rank_timeout)
             layout = Layout.of(weights, dtype=dtype, merge_adapters=merge_adapters)
             first, *_ = layout.match(weights).values()
-            where = torch.device(device or ("cpu" if ranks else first.tensor.device))
-            if holds is None:
-                holds = not ranks or dist.get_rank() == ranks[0]
-            session = secrets.token_hex(16)
-            manifest = Manifest(layout, timeout, HostMemory.manifest)
-            channel = cls(
-                weights,
-                layout,
-                _reserved(manifest, where, slots, max_readers, session) if holds else None,
-                session=session,
-                timeout=timeout,
-                rank_timeout=rank_timeout,
-            )
-            if rendezvous is not None:
-                name = f"channel {rendezvous.round} of {list(ranks)}"
-                check_ends(rendezvous.agree(rank_timeout, "create", [layout.hash, holds]))
-                channel._rendezvous = Rendezvous(name, ranks)
-        return channel
+            where = torch.device(device or ("cpu" if ranks.ranks else first.tensor.device))
+            holds = ranks.is_first if holds is None else holds
+            memory = reserved(layout, where, slots, max_readers, timeout) if holds else None
+            call = f"create a channel with layout {layout.hash[:12]}"
+            if not any(ranks.gather(call, holds, rank_timeout)):
+                raise ValueError(
+                    f"holds: expected True on one of the ranks {list(ranks.ranks)}, got False on "
+                    "all; leave it out for the first of them"
+                )
+            return cls(weights, layout, ranks, memory, timeout, rank_timeout)
 
     @property
     def version(self) -> int | None:
         """The newest version that is published, ``None`` before the first."""
-        if not self.holds:
-            return None if self._rendezvous is None else self._rendezvous.version
-        version = self._end.version()
-        return None if version < 0 else version
+        last = self._end.version() if self.holds else self._last
+        return None if last < 0 else last
 
     def publish(
-        self,
-        weights: Any = None,
-        version: int | None = None,
-        *,
-        timeout: float | None = None,
+        self, weights: Any = None, version: int | None = None, *, timeout: float | None = None
     ) -> int:
         """Copy weights into a free slot and make them the newest version.
 
@@ -234,47 +184,42 @@ class WeightChannel:
 
         Args:
             weights: as for :meth:`create`; those that the channel was created with if ``None``.
-            version: a number greater than the last one. ``None`` counts one more, from 1, so that 0
-                can stand for the weights that readers start with.
-            timeout: seconds to wait for a free slot; the channel's own if ``None``.
-
-        Returns:
-            The version, the same on all ranks.
+            version: a number greater than the last one, which is returned; of ranks, the largest.
+                ``None`` counts one more, from 1, so that 0 can stand for a reader's own weights.
+            timeout: seconds to wait for a free slot; the channel's own if ``None``. A rank waits
+                for the others so much longer than ``rank_timeout``.
 
         Raises:
             ValueError: the weights have another layout (the message lists the differences), or the
                 version is not greater than the last one. Nothing has changed then.
-            TimeoutError: readers hold all slots; the message names their process ids. Or other
-                ranks of a sharded model do not call this; the message names them.
+            TimeoutError: readers hold all slots, or other ranks do not call this; who, is said.
             RuntimeError: another rank had an error; nothing is published on any rank then.
         """
-        find = partial(self.places_to_publish, self.template if weights is None else weights)
-        if self._rendezvous is not None:
-            return publish_together(self, self._rendezvous, version, timeout, find)
-        places = find()
-        with self.writing(version, timeout=timeout) as writing:
-            self.layout.write(places, writing.views)
-            return writing.version
+        with self._ranks.together() as ranks:
+            patience = self.rank_timeout + self._limit(timeout)
+            found = self._match(weights)
+            nowhere = nullcontext(SimpleNamespace(version=self._next(version), views=None))
+            with self.writing(version, timeout=timeout) if self.holds else nowhere as slot:
+                sharded = ranks.ranks and sum(is_dtensor(w.tensor) for w in found.values())
+                call = f"{self._call} of {sharded} sharded tensors"
+                slot.version = max(ranks.gather(call, slot.version, patience))
+                self.layout.write(found, slot.views)
+                ranks.outcome(call, patience)
+            self._last = slot.version
+            return slot.version
 
-    def places_to_publish(self, weights: Any) -> dict[str, Weight]:
-        """As :meth:`Layout.match`."""
-        return self._match_again() if weights is self.template else self.layout.match(weights)
-
-    def _match_again(self) -> dict[str, Weight]:
-        """The template's weights, as they matched last if they are the same tensors."""
-        model = self.template
-        if self.layout.merged or not isinstance(model, nn.Module):
+    def _match(self, weights: Any) -> dict[str, Weight]:
+        """As :meth:`Layout.match`; the template's as they matched last, if they are the same."""
+        model = self.template if weights is None else weights
+        if model is not self.template or self.layout.merged or not isinstance(model, nn.Module):
             return self.layout.match(model)
         walked = weights_in(model)
-        now, (before, found) = facts(walked), self._known or ([], {})
-        if now == before and all(has_memory(weight.tensor) for weight in found.values()):
-            return found
-        found = self.layout.match(model)
-        # Names that the layout ties may be two tensors, whose values can differ at any time.
-        tensors = {id(weight.tensor) for weight in walked if weight.saved}
-        alone = tensors == {id(weight.tensor) for weight in found.values()}
-        is_whole = not any(is_dtensor(weight.tensor) for weight in found.values())
-        self._known = (now, found) if alone and is_whole else None
+        now, (before, found) = facts(walked), self._known
+        if now != before or not all(has_memory(part_of_rank(w.tensor)) for w in found.values()):
+            found = self.layout.match(model)
+            # Names that the layout ties may be two tensors, whose values can differ at any time.
+            alone = len({id(w.tensor) for w in walked if w.saved}) == len(found)
+            self._known = now if alone else None, found
         return found
 
     def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:
@@ -283,17 +228,11 @@ class WeightChannel:
         If the block raises, nothing is published. There is one block at a time: another waits for
         its end, in vain if that is the block around it. A child that is forked within a block
         cannot write: it ends with SIGSEGV if it tries. On a GPU, copy on the stream that is
-        current when the block begins: its end waits for that one.
-
-        Args:
-            version: as for :meth:`publish`.
-            timeout: as for :meth:`publish`.
-
-        Raises:
-            ValueError, TimeoutError: as for :meth:`publish`.
+        current when the block begins: its end waits for that one. Arguments and errors are those of
+        :meth:`publish`.
         """
-        limit = self.limit(timeout)
-        for _ in self._looks(time.monotonic() + limit):
+        limit = self._limit(timeout)
+        for _ in self._looks(limit):
             writing = Writing(self._end)
             try:
                 writing.version = self._next(version)
@@ -305,50 +244,37 @@ class WeightChannel:
             except BaseException:
                 writing.abort()  # the traceback of the error would keep the slot
                 raise
-        raise self._full(limit)
+        held = ["another publish or writing block that has not ended"] * self._end.writing()
+        readers = self._end.readers(forget_dead=False)
+        held += [f"pid {pid} holds versions {leased}" for pid, _, leased, _ in readers if leased]
+        raise TimeoutError(
+            f"timeout: expected a free slot within {limit} s, got none of {len(self._views)}: "
+            f"{'; '.join(held) or 'readers have just released them'}; publish after the block, "
+            "release leases, or create the channel with more slots"
+        )
 
-    def limit(self, timeout: float | None) -> float:
-        """The seconds of a wait for which a call gives ``timeout``."""
+    def _limit(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else seconds("timeout", timeout)
 
-    def _looks(self, deadline: float) -> Iterator[None]:
-        """The times to look at the readers before a deadline: now, and whenever one has moved."""
+    def _looks(self, limit: float) -> Iterator[None]:
+        """The times to look at the readers within some seconds: now, and whenever one moves."""
+        deadline = time.monotonic() + limit
         while True:
             progress = self._end.progress()
             yield
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if (remaining := deadline - time.monotonic()) <= 0:
                 return
             self._end.wait(progress, min(remaining, SLICE_S))
 
     def _next(self, version: int | None) -> int:
-        last = self._end.version()
-        if version is None:
-            version = max(last, 0) + 1
-        count("version", version, 0, MAX_VERSION)
-        if version <= last:
+        last = -1 if self.version is None else self.version
+        number = count("version", max(last, 0) + 1 if version is None else version, 0, MAX_VERSION)
+        if number <= last:
             raise ValueError(
-                f"version: expected more than the published {last}, got {version}; versions only "
+                f"version: expected more than the published {last}, got {number}; versions only "
                 "grow: leave it out for the next one"
             )
-        return version
-
-    def _full(self, timeout: float) -> TimeoutError:
-        if self._end.writing():
-            return TimeoutError(
-                f"timeout: expected to begin within {timeout} s, got another publish or writing "
-                "block of this channel that has not ended; publish from one thread, after the block"
-            )
-        held = [
-            f"pid {pid} holds version{'s' * (len(leased) > 1)} " + ", ".join(map(str, leased))
-            for pid, _, leased, _ in self._end.readers(forget_dead=False)
-            if leased
-        ]
-        return TimeoutError(
-            f"timeout: expected a free slot within {timeout} s, got all {len(self._views)} taken: "
-            f"{'; '.join(held) or 'readers have just released them'}; release leases, or create "
-            "the channel with more slots"
-        )
+        return number
 
     def readers(self) -> list[ReaderInfo]:
         """The processes that read this channel, including those that died since the last call.
@@ -363,26 +289,22 @@ class WeightChannel:
     def close(self, timeout: float = 5.0) -> None:
         """Close the channel: no version follows, and readers keep the versions that they hold.
 
-        Args:
-            timeout: seconds to wait for readers of memory on a GPU. Memory that they still use
-                after that is not freed before this process ends.
+        On a GPU it waits for at most ``timeout`` seconds for readers in other processes. Memory
+        that they still use after that is not freed before this process ends.
         """
         if self._closed or not self.holds:
             return
         self._closed = True
         self._end.finish()
-        waits = isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid()
-        self._memory.close(self._users(timeout) if waits else ())
+        if isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid():
+            others: set[int] = set()
+            for _ in self._looks(timeout):
+                readers = self._end.readers(forget_dead=False)
+                others = {pid for pid, alive, *_ in readers if alive} - {os.getpid()}
+                if not others:
+                    break
+            self._memory.close(sorted(others))
         self._end.close()
-
-    def _users(self, timeout: float) -> list[int]:
-        pids: list[int] = []
-        for _ in self._looks(time.monotonic() + timeout):
-            readers = self._end.readers(forget_dead=False)
-            pids = [pid for pid, alive, *_ in readers if alive and pid != os.getpid()]
-            if not pids:
-                break
-        return pids
 
     def __enter__(self) -> WeightChannel:
         """The channel."""
@@ -392,44 +314,4 @@ class WeightChannel:
         """Close it."""
         self.close()
 
-    def __reduce__(self) -> Any:
-        """Refuse to be pickled: only a handle can be sent to another process."""
-        raise TypeError(
-            "channel: expected a WeightHandle to send to another process, got a WeightChannel; "
-            "send channel.handle and open it there"
-        )
-
-
-def _reserved(
-    manifest: Manifest, where: torch.device, slots: int, max_readers: int, session: str
-) -> tuple[Memory, _host.Publisher]:
-    """The memory of a new channel's slots, and the publisher's end of it.
-
-    Args:
-        manifest: the description, as of slots in host memory.
-        where: the device of the slots.
-        slots: number of slots.
-        max_readers: largest number of readers at a time.
-        session: a name that no other channel has.
-
-    Raises:
-        ValueError: a device that is neither the CPU nor a CUDA device.
-        RuntimeError: the kernel refuses the memory.
-    """
-    size, memory = manifest.layout.nbytes, None
-    if where.type == "cuda":
-        memory = CudaMemory.create(where, slots, size)
-        size, manifest = 0, manifest._replace(memory=memory.manifest)
-    elif where.type != "cpu":
-        raise ValueError(
-            f"device: expected cpu or cuda, got {where}; device='cpu' serves any machine"
-        )
-    try:
-        end = _host.Publisher(slots, size, max_readers, session, manifest.to_bytes())
-    except OSError as error:
-        raise RuntimeError(
-            f"channel: expected {slots * size} bytes of shared memory, got '{error.strerror}'; "
-            f"where memory is short, create the channel with fewer slots than {slots}, or in half "
-            "the width (dtype=torch.bfloat16)"
-        ) from error
-    return memory or HostMemory(end, size), end
+    __reduce__ = WeightReader.__reduce__

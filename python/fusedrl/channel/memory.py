@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,15 +16,7 @@ from fusedrl.channel.layout import Layout
 
 
 class HostMemory:
-    """The slots of a channel in the channel's file in host memory, as one process sees them.
-
-    A slot is a flat tensor of bytes that owns its mapping: the memory is unmapped when the last
-    tensor over it is freed.
-
-    Args:
-        end: this process's end of the channel; the slots of a reader are read-only.
-        nbytes: size of a slot in bytes.
-    """
+    """The slots of a channel in its file in host memory; those of a reader are read-only."""
 
     manifest: ClassVar = {"kind": "host"}
     device: torch.device = torch.device("cpu")
@@ -32,7 +25,7 @@ class HostMemory:
         self._end, self._nbytes = end, nbytes
 
     def slot(self, index: int) -> Tensor:
-        """The bytes of a slot."""
+        """The bytes of a slot, mapped until the last view is freed."""
         return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes, None))
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
@@ -42,25 +35,31 @@ class HostMemory:
 Memory = HostMemory | CudaMemory
 
 
-class Manifest(NamedTuple):
-    """The description of a channel, which the channel's memory contains as JSON.
+def described(manifest: bytes) -> tuple[Layout, float, dict[str, Any]]:
+    """What a channel's memory says of it: its layout, its timeout, and how its slots are opened."""
+    layout, timeout, memory = json.loads(manifest)
+    return Layout.from_json(layout), timeout, memory
 
-    Attributes:
-        layout: the layout of a slot.
-        timeout: seconds that publisher and readers wait unless a call says otherwise.
-        memory: what a reader needs to open the slots, with their ``"kind"``.
-    """
 
-    layout: Layout
-    timeout: float
-    memory: dict[str, Any]
-
-    def to_bytes(self) -> bytes:
-        """The description as JSON."""
-        return json.dumps({**self._asdict(), "layout": self.layout.to_json()}).encode()
-
-    @classmethod
-    def of(cls, text: bytes) -> Manifest:
-        """The description that another process wrote."""
-        fields = json.loads(text)
-        return cls(**{**fields, "layout": Layout.from_json(fields["layout"])})
+def reserved(
+    layout: Layout, device: torch.device, slots: int, max_readers: int, timeout: float
+) -> tuple[Memory, _host.Publisher, str]:
+    """The memory of a new channel, the publisher's end of it, and a name that no other one has."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device: expected cpu or cuda, got {device}; device='cpu' serves any machine"
+        )
+    size, memory, session = layout.nbytes, None, secrets.token_hex(16)
+    try:
+        if device.type == "cuda":
+            memory = CudaMemory.create(device, slots, size)
+        manifest = json.dumps([layout.to_json(), timeout, (memory or HostMemory).manifest])
+        end = _host.Publisher(slots, 0 if memory else size, max_readers, session, manifest.encode())
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "
+            f"'{getattr(error, 'strerror', None) or error}'; take fewer slots than {slots} or half "
+            "the width (dtype=torch.bfloat16), or raise the limit (ulimit -n of open files; ulimit "
+            "-v, or a container's, of memory)"
+        ) from error
+    return memory or HostMemory(end, size), end, session

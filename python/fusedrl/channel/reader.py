@@ -16,7 +16,7 @@ from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target
-from fusedrl.channel.memory import HostMemory, Manifest, Memory
+from fusedrl.channel.memory import HostMemory, Memory, described
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
@@ -112,16 +112,14 @@ class WeightReader:
     """
 
     def __init__(self, end: _host.Reader, session: str) -> None:
-        manifest = Manifest.of(end.manifest())
+        self.layout, self._timeout, memory = described(end.manifest())
         if not faulthandler.is_enabled():  # shows what has written to memory that is read-only
             faulthandler.enable(file=2)
         self._end = end
         self.session = session
-        self.layout = manifest.layout
-        self._timeout = manifest.timeout
-        self.on_gpu = manifest.memory["kind"] == "cuda"
+        self.on_gpu = memory["kind"] == "cuda"
         self.memory: Memory = (
-            CudaMemory.open(manifest.memory) if self.on_gpu else HostMemory(end, self.layout.nbytes)
+            CudaMemory.open(memory) if self.on_gpu else HostMemory(end, self.layout.nbytes)
         )
         self.device = self.memory.device
         self._slots: dict[int, _Tensors] = {}
@@ -280,6 +278,6 @@ class WeightReader:
     def __reduce__(self) -> Any:
         """Refuse to be pickled: only a handle can be sent to another process."""
         raise TypeError(
-            "reader: expected a WeightHandle to send to another process, got a WeightReader; send "
-            "channel.handle and open it there"
+            "channel: expected a WeightHandle to send to another process, got a "
+            f"{type(self).__name__}; send channel.handle and open it there"
         )

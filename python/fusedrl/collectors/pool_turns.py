@@ -12,7 +12,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import nn
 from torchrl.envs import ProcessorAsyncEnvPool
 
-from fusedrl.channel.rendezvous import interrupted_later
+from fusedrl.channel.ranks import interrupted_later
 from fusedrl.collectors.batches import DialogBatches
 from fusedrl.collectors.options import Policy
 from fusedrl.collectors.turns import TurnLoop, call_by_length, ended

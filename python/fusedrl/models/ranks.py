@@ -17,7 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedrl.channel.rendezvous import interrupted_later
+from fusedrl.channel.ranks import interrupted_later
 from fusedrl.channel.tensors import is_dtensor
 from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharded
 

@@ -17,7 +17,7 @@ from concurrent.futures import wait as wait_for
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from fusedrl.channel.rendezvous import interrupted_later
+from fusedrl.channel.ranks import interrupted_later
 from fusedrl.compat.vllm import offline_engine_has_ended, runs_in_this_process
 from fusedrl.logs import warn_once
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from fusedrl.channel.rendezvous import ranks_of_shards
+from fusedrl.channel.ranks import ranks_of
 from fusedrl.channel.tensors import Weight, weights_of
 
 
@@ -26,7 +26,7 @@ def stored(weights: Any) -> Any:
     import ray
 
     found = weights_of(weights)
-    if ranks := ranks_of_shards(found.values()):
+    if ranks := ranks_of(found.values()):
         raise ValueError(
             f"policy_or_weights: expected whole tensors, got parts on the ranks {ranks}; publish "
             "the model on every rank by a WeightChannel, and pass a lease's weights"
