@@ -121,14 +121,11 @@ struct Held {
   py::object value, things;
 };
 
-// The tensor owns the mapping, so it outlives the end of the channel that it came from. It also
-// owns `lease`, which may be None.
+// The tensor owns the mapping, so it outlives the end of the channel that it came from.
 template <class End>
-py::capsule slot_tensor(const End& end, int slot, uint64_t bytes, py::object lease) {
-  using Owner = std::pair<std::shared_ptr<Mapping>, std::shared_ptr<void>>;
-  auto owner = std::make_shared<Owner>(end.slots(), dlpack::keep_alive(std::move(lease)));
+py::capsule slot_tensor(const End& end, int slot, uint64_t bytes) {
   return dlpack::uint8_tensor(end.slot(slot), static_cast<int64_t>(bytes), {dlpack::kCpu, 0},
-                              std::move(owner));
+                              end.slots());
 }
 
 py::capsule device_tensor(int device, uintptr_t address, int64_t bytes, py::object owner) {
@@ -169,8 +166,7 @@ void bind_channel(py::module_& m) {
       .def("writing", &Publisher::writing, "Whether a slot is being written.")
       .def("fd", &Publisher::fd)
       .def("slot_count", &Publisher::slot_count)
-      .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"),
-           py::arg("lease"))
+      .def("slot_tensor", &slot_tensor<Publisher>, py::arg("slot"), py::arg("bytes"))
       .def("readers", &Publisher::readers, py::arg("forget_dead"),
            "(pid, alive, leased versions, applied version, -1 if none) of each reader.")
       .def("progress", &Publisher::progress)
@@ -198,7 +194,7 @@ void bind_channel(py::module_& m) {
       .def("manifest", [](const Reader& reader) { return py::bytes(reader.manifest()); })
       .def("require_open", &Reader::require_open)
       .def("is_open", &Reader::is_open)
-      .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"), py::arg("lease"))
+      .def("slot_tensor", &slot_tensor<Reader>, py::arg("slot"), py::arg("bytes"))
       .def("leases", &Reader::leases, "Whether a slot is leased.")
       .def("close", &Reader::close);
 

@@ -26,7 +26,7 @@ class HostMemory:
 
     def slot(self, index: int) -> Tensor:
         """The bytes of a slot, mapped until the last view is freed."""
-        return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes, None))
+        return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes))
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
         """Nothing to do: what is mapped lives on."""

@@ -97,12 +97,6 @@ class Lease(_host.Lease):
             reader._slots[slot] = known
         return known
 
-    def share(self) -> Lease:
-        """Another lease of the same version, which is released by itself."""
-        other = Lease(of=self)
-        other.reader = self.reader
-        return other
-
 
 class WeightReader:
     """Reads complete versions of a channel's weights. :meth:`WeightHandle.open` makes one.
