@@ -233,15 +233,12 @@ def follow_policy(
             follower: Follower = EngineFollower(channel, reader, policy)
         else:
             names = {entry.name for entry in reader.layout.entries}
-            parts = (getattr(policy, "model", None), policy)
-            modules = [part for part in parts if isinstance(part, nn.Module)]
-            having = [m for m in modules if names <= {weight.name for weight in weights_in(m)}]
-            if not having:
-                raise ValueError(
-                    f"channel: expected weights of {type(policy).__name__} or of its model, got "
-                    f"{min(names)}, ...; create the channel from the model that the policy wraps"
-                )
-            follower = ModuleFollower(reader, having[0], mode, keeps=True)
+            inner = getattr(policy, "model", None)
+            has_names = isinstance(inner, nn.Module) and names <= {
+                w.name for w in weights_in(inner)
+            }
+            module = module_of(inner if has_names else policy)
+            follower = ModuleFollower(reader, module, mode, keeps=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
 
