@@ -210,14 +210,9 @@ def follow_policy(
 
     Args:
         channel: a handle, which is opened and closed here, or a reader.
-        policy: the module whose weights the channel has, or an object with such a module, or with
-            a vLLM engine, as its ``model``.
-        mode: ``"alias"`` or ``"copy"``; in alias mode a version is held until the next one is
-            loaded, so that nothing of it changes between two calls. An engine has a copy.
-
-    Raises:
-        ValueError: neither the policy nor its model has the weights of the channel.
-        TypeError: the policy has an engine, and ``channel`` is a reader.
+        policy: the module whose weights the channel has, or what has it, or a vLLM engine, as its
+            ``model``. Otherwise this is a ``ValueError``.
+        mode: ``"alias"``, in which a version is held until the next one is loaded, or ``"copy"``.
     """
     with ExitStack() as stack:
         reader = (
