@@ -53,8 +53,8 @@ def module_of(model: Any) -> nn.Module:
     if isinstance(module, nn.Module):
         return module
     raise TypeError(
-        f"model: expected a module, or what has one as .module, got {type(model).__name__}; name "
-        "the module in it, such as 'policy.actor', in weight_sync_schemes="
+        f"model: expected a module, or what has one as .module, got {type(model).__name__}; pass "
+        "a module, or name the one in it, such as 'policy.actor', in weight_sync_schemes="
     )
 
 
@@ -130,7 +130,7 @@ def one_version_a_batch(
     if trackers:
         check_counts(trackers[0])
         changed["policy_version_tracker"] = Newest(follower)
-    owner = weakref.ref(collector)  # a collector that is dropped is freed at once
+    owner = weakref.ref(collector)  # a scheme that is kept keeps no collector
     inner = vars(collector).get("rollout")  # that of another follower
 
     def rollout(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def one_version_a_batch(
 def replaced(owner: Any, **values: Any) -> Callable[[], None]:
     """Set attributes, and return what puts back the former ones if the owner still exists."""
     reference = weakref.ref(owner)
-    # A method is the class's again: bound, it would keep its object alive.
+    # A method is the class's again: bound, it would keep its owner.
     methods = {n for n in values.keys() - vars(owner) if callable(getattr(type(owner), n, None))}
     before = {name: getattr(owner, name) for name in values.keys() - methods}
     for name, value in values.items():
