@@ -53,8 +53,8 @@ def module_of(model: Any) -> nn.Module:
     if isinstance(module, nn.Module):
         return module
     raise TypeError(
-        f"model: expected a module, or what has one as .module, got {type(model).__name__}; name "
-        "the module in it, such as 'policy.actor', in weight_sync_schemes="
+        f"model: expected a module, or what has one as .module, got {type(model).__name__}; pass "
+        "a module, or name the one in it, such as 'policy.actor', in weight_sync_schemes="
     )
 
 
@@ -130,7 +130,7 @@ def one_version_a_batch(
     if trackers:
         check_counts(trackers[0])
         changed["policy_version_tracker"] = Newest(follower)
-    owner = weakref.ref(collector)  # a collector that is dropped is freed at once
+    owner = weakref.ref(collector)  # a scheme that is kept keeps no collector
     inner = vars(collector).get("rollout")  # that of another follower
 
     def rollout(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def one_version_a_batch(
 def replaced(owner: Any, **values: Any) -> Callable[[], None]:
     """Set attributes, and return what puts back the former ones if the owner still exists."""
     reference = weakref.ref(owner)
-    # A method is the class's again: bound, it would keep its object alive.
+    # A method is the class's again: bound, it would keep its owner.
     methods = {n for n in values.keys() - vars(owner) if callable(getattr(type(owner), n, None))}
     before = {name: getattr(owner, name) for name in values.keys() - methods}
     for name, value in values.items():
@@ -210,14 +210,9 @@ def follow_policy(
 
     Args:
         channel: a handle, which is opened and closed here, or a reader.
-        policy: the module whose weights the channel has, or an object with such a module, or with
-            a vLLM engine, as its ``model``.
-        mode: ``"alias"`` or ``"copy"``; in alias mode a version is held until the next one is
-            loaded, so that nothing of it changes between two calls. An engine has a copy.
-
-    Raises:
-        ValueError: neither the policy nor its model has the weights of the channel.
-        TypeError: the policy has an engine, and ``channel`` is a reader.
+        policy: the module whose weights the channel has, or what has it, or a vLLM engine, as its
+            ``model``. Otherwise this is a ``ValueError``.
+        mode: ``"alias"``, in which a version is held until the next one is loaded, or ``"copy"``.
     """
     with ExitStack() as stack:
         reader = (

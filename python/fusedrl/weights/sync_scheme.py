@@ -96,12 +96,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             )
         super().__init__(strategy)
         self.mode: Literal["alias", "copy"] | None = mode
+        wait = seconds("timeout", timeout)
         self._create: Any = partial(
-            WeightChannel.create,
-            dtype=dtype,
-            slots=slots,
-            device=device,
-            timeout=seconds("timeout", timeout),
+            WeightChannel.create, dtype=dtype, slots=slots, device=device, timeout=wait
         )
         self._handle: WeightHandle | None = None
         self._name = "policy"  # the model's
@@ -201,12 +198,12 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     def send(
         self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None
     ) -> int:
-        """Publish one version; returns its number.
+        """Publish one version; returns its number, which is one more if ``version`` is ``None``.
 
         Args:
             weights: a tensordict, module or state dict; the model's own if ``None``.
             worker_ids: ``None``, or all workers.
-            version: its number, greater than the last one; one more if ``None``.
+            version: its number, greater than the last one.
 
         Raises:
             ValueError, TimeoutError: as for the class.
@@ -238,15 +235,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if context is not None and self.synchronized_on_receiver:
             self._attach(context)
 
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-        **_: Any,
-    ) -> None:
+    def init_on_receiver(self, *, model_id: str, context: Any = None, **given: Any) -> None:
         """Become the end where a collector or a server computes with the weights."""
         if self.initialized_on_sender:
             raise RuntimeError(
@@ -262,7 +251,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             context = self.context
         self.__setstate__(self.__getstate__())  # nothing of the trainer's stays in a forked child
         self.model_id, self._name, self._ends = model_id, model_id, ExitStack()
-        self.worker_idx, self._local = worker_idx, model
+        self.worker_idx, self._local = given.get("worker_idx"), given.get("model")
         self.context = context
         self._initialized_on_receiver = True
 
@@ -310,13 +299,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         return follower
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Load the newest version, where no collector's calls do that.
+        """Load the newest version, where no collector's calls do that; its weights if they are new.
 
-        Args:
-            timeout: seconds to wait for a version that is not loaded yet; ``None`` not to wait.
-
-        Returns:
-            The model's weights if they are new, else ``None``.
+        Without a ``timeout``, in seconds, it does not wait for a version that is not loaded yet.
         """
         follower = self._follower
         if follower is None:
