@@ -146,6 +146,7 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         ({"verbose": True}, TypeError, "verbose"),
         ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
         ({"weight_sync_schemes": {"policy": Other()}}, ValueError, "ChannelWeightSyncScheme"),
+        ({"weight_sync_schemes": {"policy": 1}}, ValueError, "ChannelWeightSyncScheme.* got int"),
         (DIALOGS | {"max_frame_per_traj": None}, TypeError, "max_frame_per_traj"),
     ],
 )
@@ -163,10 +164,10 @@ FOLLOWED = {
     "in the worker": """create_env_kwargs max_frames_per_traj init_random_frames reset_at_each_iter
         track_traj_ids exploration_type reset_when_done set_truncated use_buffers trust_policy
         compile_policy cudagraph_policy no_cuda_sync auto_register_policy_transforms compact_obs
-        return_same_td interruptor worker_idx backend backend_options num_collectors sync kwargs
+        return_same_td interruptor worker_idx sync kwargs
         num_sub_threads init_fn pre_collect_hook post_collect_hook""",
     "nowhere": """extend_buffer weight_recv_schemes preemptive_threshold num_threads cat_results
-        num_workers""",
+        num_workers backend backend_options num_collectors""",
 }
 
 

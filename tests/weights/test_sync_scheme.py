@@ -195,6 +195,11 @@ def test_nothing_is_left_after_a_shutdown():
     assert threading.active_count() == threads
     with pytest.raises(RuntimeError, match="nothing after shutdown"):
         collector.update_policy_weights_()
+    with collecting(Collector, scheme, canary_policy()) as (collector, iterator):  # another one
+        assert next(iterator)["policy_version"].unique().tolist() == [1]
+        collector.update_policy_weights_(weights_of(2.0))
+        batch = next(iterator)
+        assert batch["policy_version"].eq(2).all() and batch["low"].eq(2.0).all()
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])

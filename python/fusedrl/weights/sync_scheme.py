@@ -132,8 +132,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Whether this is the trainer's end; false in a child that the trainer forked."""
-        return super().initialized_on_sender and self._pid == os.getpid()
+        """Whether this is the trainer's open end; false in a child that the trainer forked."""
+        return self._channel is not None and self._pid == os.getpid()
 
     def _init_on_sender_impl(
         self,
@@ -333,11 +333,12 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         A collector that goes on keeps the newest version. One in the trainer's process gets back
         the policy that it was given, under a number greater than that of any version; call
         ``increment_version`` for each further change of it. The trainer's end frees the memory,
-        once the workers' ends are closed too.
+        once the workers' ends are closed too. The scheme may be given to another collector then.
         """
         if self._ends is not None:
             self._ends.close()
         vars(self).update(dict.fromkeys(_OF_THIS_PROCESS))
+        self.synchronized_on_sender = False
         super().shutdown()
 
 

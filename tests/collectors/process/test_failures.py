@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import socket
+import time
 
 import pytest
 from async_workers import Odd, Unspeakable
 from shared_batch_workers import open_files
 
 from fusedrl.collectors.process.messages import PACKET, Call, Failure, post, receive
+from fusedrl.collectors.process.worker import Job
+from fusedrl.collectors.process.worker_handle import WorkerHandle
 
 
 @pytest.mark.parametrize(
@@ -75,3 +79,14 @@ def test_a_full_socket_takes_no_part_of_a_message():
     with pytest.raises(EOFError):
         receive(theirs)
     theirs.close()
+
+
+def test_a_thread_that_begins_after_ctrl_c_waits_for_the_worker():
+    context = multiprocessing.get_context("fork")
+    handle = WorkerHandle(context, Job(dict, [], None))
+    handle.process = context.Process(target=time.sleep, args=(0.2,))
+    handle.process.start()
+    handle._theirs.close()
+    handle.stop(10)
+    handle._run()  # what the thread runs
+    assert handle.process.exitcode == 0

@@ -44,6 +44,10 @@ INSTEAD = {
     "weight_recv_schemes": "call register_scheme_receiver()",
     "preemptive_threshold": "leave it out: one worker has nobody to wait for",
     "num_threads": "call torch.set_num_threads()",
+    **dict.fromkeys(
+        ("backend", "backend_options", "num_collectors"),
+        "leave it out: a collector has one process; make several",
+    ),
 }
 
 
@@ -188,6 +192,12 @@ class AsyncCollector(_AsyncCollector):
         if not places and isinstance(updater, MultiProcessedRemoteWeightUpdate):
             weights = next(iter(updater.policy_weights.values()), None)
         schemes = options.weight_sync_schemes or {}
+        for name, scheme in schemes.items():
+            if not issubclass(type(scheme), ChannelWeightSyncScheme):
+                raise ValueError(
+                    f"weight_sync_schemes: expected ChannelWeightSyncScheme for {name!r}, got "
+                    f"{type(scheme).__name__}, whose updates it has too: leave it out"
+                )
         if not schemes and channel is None and (places or weights is not None):
             schemes["policy"] = ChannelWeightSyncScheme()
         self._weight_sync_schemes, self._reader, self._numbered = schemes, None, None
@@ -195,11 +205,6 @@ class AsyncCollector(_AsyncCollector):
             undo.callback(self._close_weights)
             self._reader = None if channel is None else channel.open()
             for name, scheme in schemes.items():
-                if not issubclass(type(scheme), ChannelWeightSyncScheme):
-                    raise ValueError(
-                        f"weight_sync_schemes: expected ChannelWeightSyncScheme for {name!r}, got "
-                        f"{type(scheme).__name__}, whose updates it has too: leave it out"
-                    )
                 if not scheme.initialized_on_sender:
                     scheme.init_on_sender(model_id=name, context=self, weights=weights)
                 if not scheme.synchronized_on_sender:
@@ -359,6 +364,8 @@ class AsyncCollector(_AsyncCollector):
             own["traj_pool"] = state_dict["traj_pool"]
         scheme = self._weight_sync_schemes.get("policy")
         weights = None if scheme is None else own.pop(POLICY_STATE, None)
+        if self._numbered is not None:
+            own.pop("policy_version", None)  # the channel counts
         self._call(worker.refuse_other_state, own, scheme is None)
         if scheme is not None:
             scheme.restore(weights, version)

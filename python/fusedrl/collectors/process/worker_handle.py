@@ -167,7 +167,8 @@ class WorkerHandle:
 
     def _run(self) -> None:
         ends = select.poll()
-        ends.register(self._socket, select.POLLIN)
+        with contextlib.suppress(ValueError):  # Ctrl-C came before the thread: it is closed
+            ends.register(self._socket, select.POLLIN)
         ends.register(self.process.sentinel, select.POLLIN)
         try:
             while time.monotonic() < self._deadline:
