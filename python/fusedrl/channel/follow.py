@@ -44,7 +44,7 @@ class Target:
                 f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
                 "keeps the addresses of the parameters"
             )
-        self.layout, self.mode, self._module = layout, mode, weakref.ref(module)
+        self.layout, self.mode, self.module = layout, mode, weakref.ref(module)
         self._held: Any = None  # the lease of what parameters lie in
         self._plan(weights_in(module))
 
@@ -94,7 +94,7 @@ class Target:
 
     def _check(self, views: Sequence[Tensor]) -> None:
         """Check all that may have changed since the last load."""
-        found = weights_in(self._module())  # which the caller keeps alive
+        found = weights_in(self.module())  # which the caller keeps alive
         if tensors.facts(found) != self._facts:
             self._plan(found)
         if self._inference and (self.mode == "alias" or not torch.is_inference_mode_enabled()):
@@ -120,7 +120,7 @@ class Target:
     def _plan(self, found: Sequence[Weight]) -> None:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
         layout, weights = self.layout, {weight.name: weight for weight in found}
-        if layout.merged and has_adapters(self._module()):
+        if layout.merged and has_adapters(self.module()):
             raise ValueError(
                 "module: expected a model without adapters for weights that they are merged into, "
                 "got one with; load into the base model, or publish without merge_adapters"
@@ -241,6 +241,11 @@ class ModuleFollower(Follower):
         FOLLOWERS.add(self)
 
     def _switch(self) -> Any:
+        if self not in FOLLOWERS:
+            raise RuntimeError(
+                "follower: expected an open one, got one that is closed; let reader.follow(module) "
+                "make another"
+            )
         # An interrupt at any point leaves what the next call begins with: another load of all.
         lease = self.reader.lease()
         try:
@@ -255,6 +260,8 @@ class ModuleFollower(Follower):
             raise
 
     def _give_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if self not in FOLLOWERS:  # an interrupt of __init__() or close() leaves its hooks
+            return
         # A view would change later, and to pickle it would move its storage out of the channel.
         with self.call():
             for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -262,6 +269,8 @@ class ModuleFollower(Follower):
                     state[prefix + name] = parameter.detach().clone()
 
     def _take_loads(self, *_: Any) -> None:
+        if self not in FOLLOWERS:
+            return
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -281,13 +290,16 @@ class ModuleFollower(Follower):
 
     def close(self, detach: bool = True) -> None:
         """Follow no more; if it detaches, leave the module a version in memory of its own."""
+        if self.reader.is_open:  # not in a forked child
+            with self._lock:  # no call of another thread loads a version after this
+                try:
+                    if detach:
+                        self._leave()
+                finally:
+                    FOLLOWERS.discard(self)
+                    self._loaded = None
         for hook in self._hooks:
             hook.remove()
-        FOLLOWERS.discard(self)
-        if self.reader.is_open:  # not in a forked child
-            if detach:
-                self._leave()
-            self._loaded, self._is_current = None, False
 
 
 class _Hook:
