@@ -151,6 +151,22 @@ def test_a_follower_that_an_interrupt_did_not_let_begin_loads_nothing():
         storm(lambda: reader.follow(policy).close(), check, 200)
 
 
+def test_a_channel_that_was_interrupted_as_it_closed_is_closed_by_the_next_call():
+    channels: list[WeightChannel] = []
+
+    def opens_and_closes() -> None:
+        channels[:] = [WeightChannel.create({"a": torch.zeros(1)})]
+        channels[0].close()
+
+    def check() -> None:
+        channels[0].close()
+        with pytest.raises(RuntimeError, match="open"):
+            channels[0].handle.open()
+
+    opens_and_closes()
+    storm(opens_and_closes, check, 300)
+
+
 def test_an_error_that_is_kept_keeps_neither_a_lease_nor_a_slot():
     """Its traceback has the frames of the blocks that it left."""
     with (

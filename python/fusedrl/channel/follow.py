@@ -95,19 +95,13 @@ class Target:
     def _check(self, views: Sequence[Tensor]) -> None:
         """Check all that may have changed since the last load."""
         found = weights_in(self.module())  # which the caller keeps alive
-        if tensors.facts(found) != self._facts:
+        if tensors.facts(found) != self._facts or self._places() != self._memory:
             self._plan(found)
         if self._inference and (self.mode == "alias" or not torch.is_inference_mode_enabled()):
             raise ValueError(
                 f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
                 "inference mode; make the module outside of torch.inference_mode()"
             )
-        memory = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self._copied.values()]
-        if memory != self._memory:
-            for name, tensor in self._copied.items():
-                if not tensors.has_memory(tensor):
-                    tensors.check_supported(name, tensor, "module")
-            self._memory = memory
         differences = [
             f"{name}: expected the values of {first}, since the module has one tensor for both, "
             "got others"
@@ -150,7 +144,11 @@ class Target:
         self._copied = {w.name: w.tensor for w in copied}
         self._inference = [weight.name for weight in loaded if weight.tensor.is_inference()]
         self._ties, self._facts = ties, tensors.facts(found)
-        self._memory: list[tuple[int, int]] = []  # of what is copied into, as it was last
+        self._memory = self._places()
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Where what is copied into lies: memory may be freed, or become that of two entries."""
+        return [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self._copied.values()]
 
 
 class Follower:
