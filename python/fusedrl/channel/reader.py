@@ -240,8 +240,9 @@ class WeightReader:
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
             target = _LOADED.get(weakref.ref(module))
-            is_known = target is not None and target.module() is module
-            if not is_known or target.layout is not self.layout or target.mode != mode:
+            # By identity: layouts of two readers may be equal.
+            wanted = id(module), id(self.layout), mode
+            if not target or (id(target.module()), id(target.layout), target.mode) != wanted:
                 target = Target(module, self.layout, mode)
                 parts = [weakref.ref(part, _LOADED.pop) for part in module.modules()]
                 for former in {_LOADED[part] for part in parts if part in _LOADED}:
