@@ -177,6 +177,9 @@ def test_parameters_have_one_follower(channel, reader, followed):
         for by, module, mode in others:
             with pytest.raises(ValueError, match="parameters that nothing else loads"):
                 by.follow(module, mode)
+        for module in (model, model[0], nn.Sequential(model)):
+            with pytest.raises(ValueError, match="module: expected one that nothing else loads"):
+                reader.load_into(module)
     with pytest.raises(ValueError, match="mode: expected 'alias' or 'copy', got 'both'"):
         reader.follow(filled(0), "both")
 
@@ -194,5 +197,7 @@ def test_who_closes_leaves_the_module_its_own_memory(channel, mode, closed):
     with torch.no_grad():
         model[0].weight.fill_(3)
     assert followers_of(model) == []
+    with pytest.raises(RuntimeError, match=r"got one that is closed"):
+        follower.call()
     assert not model._state_dict_hooks and not model._load_state_dict_pre_hooks
     reader.close()

@@ -15,7 +15,7 @@ from torch import nn
 
 from fusedrl import _host
 from fusedrl.channel import WeightChannel, WeightReader
-from fusedrl.channel.follow import one_version
+from fusedrl.channel.follow import followers_of, one_version
 
 LONGEST_S = 0.001
 
@@ -127,6 +127,44 @@ def test_a_storm_of_interrupts_leaves_nothing_leased(interrupts):
         for _ in range(5):  # more than there are slots
             uses.publish()
             uses.follow()
+
+
+def test_a_follower_that_an_interrupt_did_not_let_begin_loads_nothing():
+    with (
+        WeightChannel.create(workers.weights_of(0, 64), timeout=5) as channel,
+        channel.handle.open() as reader,
+    ):
+        channel.publish(workers.weights_of(1, 64))
+        policy = workers.model_of_zeros(64)
+
+        def check() -> None:
+            for follower in followers_of(policy):
+                follower.close()
+            follower = reader.follow(policy)
+            with follower.call() as version:
+                channel.publish(workers.weights_of(version + 1, 64))
+                policy.state_dict()
+                policy.load_state_dict(policy.state_dict())
+                assert of(policy) == {version}
+            follower.close()
+
+        storm(lambda: reader.follow(policy).close(), check, 200)
+
+
+def test_a_channel_that_was_interrupted_as_it_closed_is_closed_by_the_next_call():
+    channels: list[WeightChannel] = []
+
+    def opens_and_closes() -> None:
+        channels[:] = [WeightChannel.create({"a": torch.zeros(1)})]
+        channels[0].close()
+
+    def check() -> None:
+        channels[0].close()
+        with pytest.raises(RuntimeError, match="open"):
+            channels[0].handle.open()
+
+    opens_and_closes()
+    storm(opens_and_closes, check, 300)
 
 
 def test_an_error_that_is_kept_keeps_neither_a_lease_nor_a_slot():

@@ -6,6 +6,7 @@ import gc
 import threading
 
 import pytest
+import torch
 from channel_workers import model_of_zeros, publish
 
 from fusedrl.channel import WeightChannel
@@ -93,4 +94,24 @@ def test_a_module_that_another_channel_cannot_load_keeps_its_version(channel, re
             publish(channel)
         assert float(model["a"][0]) == 1
         assert theirs.load_into(model, "copy") == 1 and float(model["a"][0]) == 1
+    assert channel.readers()[0].leased == ()
+
+
+def test_a_version_is_held_as_long_as_a_part_of_what_was_loaded(channel, reader):
+    """Also where the module that was loaded, such as a wrapper, is gone, or loaded by itself."""
+    model, wrapped = model_of_zeros(), torch.compile(other := model_of_zeros())
+    publish(channel)
+    reader.load_into(torch.compile(model))
+    reader.load_into(other)
+    publish(channel)
+    reader.load_into(wrapped)
+    del wrapped
+    gc.collect()
+    assert channel.readers()[0].leased == (1, 2)
+    reader.load_into(model)
+    publish(channel)
+    publish(channel)
+    assert [float(x) for m in (model, other) for x in (m["a"][0], m["d"][0])] == [2] * 4
+    del model, other
+    gc.collect()
     assert channel.readers()[0].leased == ()

@@ -98,6 +98,17 @@ def test_tied_parameters_stay_tied():
         assert torch.equal(model.head.weight, trained.head.weight)
 
 
+def test_parameters_that_got_the_memory_of_one_are_refused_other_values():
+    model = Net()
+    layout, views = published(Net())
+    target = Target(model, layout, "copy")
+    target.load(views)
+    norm = model.body[1]
+    norm.weight.data = norm.bias.data
+    with pytest.raises(ValueError, match="since the module has one tensor for both"):
+        target.load(views)
+
+
 REPLACED: dict[str, Callable[[], Any]] = {
     "head.weight": lambda: nn.Parameter(torch.zeros(2, 3)),
     "head": lambda: nn.Linear(3, 2, bias=False),

@@ -292,11 +292,11 @@ class WeightChannel:
         On a GPU it waits for at most ``timeout`` seconds for readers in other processes. Memory
         that they still use after that is not freed before this process ends.
         """
-        if self._closed or not self.holds:
+        if not self.holds:
             return
-        self._closed = True
         self._end.finish()
-        if isinstance(self._memory, CudaMemory) and self.handle.pid == os.getpid():
+        is_open = not self._closed and self.handle.pid == os.getpid()
+        if isinstance(self._memory, CudaMemory) and is_open:
             others: set[int] = set()
             for _ in self._looks(timeout):
                 readers = self._end.readers(forget_dead=False)
@@ -304,6 +304,7 @@ class WeightChannel:
                 if not others:
                     break
             self._memory.close(sorted(others))
+        self._closed = True
         self._end.close()
 
     def __enter__(self) -> WeightChannel:

@@ -44,7 +44,7 @@ class Target:
                 f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
                 "keeps the addresses of the parameters"
             )
-        self.layout, self.mode, self._module = layout, mode, weakref.ref(module)
+        self.layout, self.mode, self.module = layout, mode, weakref.ref(module)
         self._held: Any = None  # the lease of what parameters lie in
         self._plan(weights_in(module))
 
@@ -94,20 +94,14 @@ class Target:
 
     def _check(self, views: Sequence[Tensor]) -> None:
         """Check all that may have changed since the last load."""
-        found = weights_in(self._module())  # which the caller keeps alive
-        if tensors.facts(found) != self._facts:
+        found = weights_in(self.module())  # which the caller keeps alive
+        if tensors.facts(found) != self._facts or self._places() != self._memory:
             self._plan(found)
         if self._inference and (self.mode == "alias" or not torch.is_inference_mode_enabled()):
             raise ValueError(
                 f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
                 "inference mode; make the module outside of torch.inference_mode()"
             )
-        memory = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self._copied.values()]
-        if memory != self._memory:
-            for name, tensor in self._copied.items():
-                if not tensors.has_memory(tensor):
-                    tensors.check_supported(name, tensor, "module")
-            self._memory = memory
         differences = [
             f"{name}: expected the values of {first}, since the module has one tensor for both, "
             "got others"
@@ -120,7 +114,7 @@ class Target:
     def _plan(self, found: Sequence[Weight]) -> None:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
         layout, weights = self.layout, {weight.name: weight for weight in found}
-        if layout.merged and has_adapters(self._module()):
+        if layout.merged and has_adapters(self.module()):
             raise ValueError(
                 "module: expected a model without adapters for weights that they are merged into, "
                 "got one with; load into the base model, or publish without merge_adapters"
@@ -150,7 +144,11 @@ class Target:
         self._copied = {w.name: w.tensor for w in copied}
         self._inference = [weight.name for weight in loaded if weight.tensor.is_inference()]
         self._ties, self._facts = ties, tensors.facts(found)
-        self._memory: list[tuple[int, int]] = []  # of what is copied into, as it was last
+        self._memory = self._places()
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Where what is copied into lies: memory may be freed, or become that of two entries."""
+        return [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self._copied.values()]
 
 
 class Follower:
@@ -241,6 +239,11 @@ class ModuleFollower(Follower):
         FOLLOWERS.add(self)
 
     def _switch(self) -> Any:
+        if self not in FOLLOWERS:
+            raise RuntimeError(
+                "follower: expected an open one, got one that is closed; let reader.follow(module) "
+                "make another"
+            )
         # An interrupt at any point leaves what the next call begins with: another load of all.
         lease = self.reader.lease()
         try:
@@ -255,6 +258,8 @@ class ModuleFollower(Follower):
             raise
 
     def _give_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if self not in FOLLOWERS:  # an interrupt of __init__() or close() leaves its hooks
+            return
         # A view would change later, and to pickle it would move its storage out of the channel.
         with self.call():
             for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -262,6 +267,8 @@ class ModuleFollower(Follower):
                     state[prefix + name] = parameter.detach().clone()
 
     def _take_loads(self, *_: Any) -> None:
+        if self not in FOLLOWERS:
+            return
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -281,13 +288,16 @@ class ModuleFollower(Follower):
 
     def close(self, detach: bool = True) -> None:
         """Follow no more; if it detaches, leave the module a version in memory of its own."""
+        if self.reader.is_open:  # not in a forked child
+            with self._lock:  # no call of another thread loads a version after this
+                try:
+                    if detach:
+                        self._leave()
+                finally:
+                    FOLLOWERS.discard(self)
+                    self._loaded = None
         for hook in self._hooks:
             hook.remove()
-        FOLLOWERS.discard(self)
-        if self.reader.is_open:  # not in a forked child
-            if detach:
-                self._leave()
-            self._loaded, self._is_current = None, False
 
 
 class _Hook:

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from fusedrl import _host
 from fusedrl.channel.checks import MAX_VERSION, count, seconds
 from fusedrl.channel.cuda import CudaMemory
-from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target
+from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target, followers_of
 from fusedrl.channel.memory import HostMemory, Memory, described
 
 # Seconds within which a signal, or the end of the publisher, is noticed.
 SLICE_S = 0.05
 _Tensors = tuple[Tensor, int, list[Tensor], TensorDict]  # a slot, its address, views of it
-# What load_into() has loaded. A module that ends is forgotten in C, where no interrupt is lost.
+# What load_into() has loaded, by each part of it: parameters may outlive a wrapper around them. A
+# module that ends is forgotten in C, where no interrupt is lost.
 _LOADED: dict[weakref.ref[nn.Module], Target] = {}
 
 
@@ -212,8 +213,9 @@ class WeightReader:
 
         With ``"alias"`` parameters point to the channel's memory and require no gradients. Buffers
         are copied, as a forward pass may write to them. The version is held until the next one is
-        loaded, the module is gone or the reader closed; other tensors made of a parameter do not
-        hold it. On a GPU, load on a stream that waits for those that compute with the former one.
+        loaded, all parts of the module are gone or the reader closed; other tensors made of a
+        parameter do not hold it. On a GPU, load on a stream that waits for those that compute with
+        the former one.
         On the CPU, a process that writes to a parameter ends with SIGSEGV and shows the line.
 
         With ``"copy"`` the version is copied into the module's own memory, which keeps addresses
@@ -224,19 +226,28 @@ class WeightReader:
             min_version, timeout: as for :meth:`lease`.
 
         Raises:
-            TypeError, ValueError: the module does not fit, and keeps the version that it has.
+            TypeError, ValueError: the module does not fit, or follows a channel; it keeps the
+                version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         self.require_open()
+        if followers_of(module):
+            raise ValueError(
+                "module: expected one that nothing else loads, got one that follows a channel, in "
+                "whole or in part; close its follower, or let it load"
+            )
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
             target = _LOADED.get(weakref.ref(module))
-            if target is None or target.layout is not self.layout or target.mode != mode:
-                former, target = target, Target(module, self.layout, mode)
-                if former is not None:
+            # By identity: layouts of two readers may be equal.
+            wanted = id(module), id(self.layout), mode
+            if not target or (id(target.module()), id(target.layout), target.mode) != wanted:
+                target = Target(module, self.layout, mode)
+                parts = [weakref.ref(part, _LOADED.pop) for part in module.modules()]
+                for former in {_LOADED[part] for part in parts if part in _LOADED}:
                     former.own()
-                _LOADED[weakref.ref(module, _LOADED.pop)] = target
+                _LOADED.update(dict.fromkeys(parts, target))
             target.load(lease.views, lease)
             self.applied = lease.version
             return lease.version
@@ -253,7 +264,7 @@ class WeightReader:
             if follower.reader is self:
                 follower.close()
         with self._lock:
-            for target in _LOADED.copy().values():
+            for target in {*_LOADED.copy().values()}:
                 if target.layout is self.layout:
                     target.own()
             if isinstance(self.memory, CudaMemory) and self._end.leases():
