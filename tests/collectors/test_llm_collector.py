@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,6 +24,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import AsyncEnvPool
 
 from fusedrl import LLMCollector
+from fusedrl.collectors.versions import Versions
 
 IDS = ("collector", "traj_ids")
 
@@ -75,6 +77,24 @@ def test_a_thread_fills_the_buffer(collect):
     assert len(buffer) == 100
     collector.async_shutdown()
     assert not collector.is_initialized()
+
+
+def test_a_reset_comes_between_the_turns_of_the_thread(collect, caplog, monkeypatch):
+    begin = Versions.call
+
+    def wait(versions):
+        time.sleep(0.005)  # as for an update
+        return begin(versions)
+
+    monkeypatch.setattr(Versions, "call", wait)
+    buffer = ReplayBuffer(storage=LazyStackStorage(400), batch_size=4)
+    collector = collect(replay_buffer=buffer, total_dialog_turns=200)
+    collector.start()
+    while collector.is_running():
+        time.sleep(0.002)
+        collector.reset()
+    assert not caplog.text
+    collector.shutdown()
 
 
 def test_a_shutdown_within_the_thread_is_no_failure(collect, caplog):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchrl.envs import AsyncEnvPool, Transform, TransformedEnv
 from torchrl.envs.llm.transforms import PolicyVersion as TorchrlPolicyVersion
 
 from fusedrl import LLMCollector, PolicyVersion
+from fusedrl.collectors.versions import Versions
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated")
 
@@ -194,6 +196,14 @@ class TestUpdatesAndTurns:
         assert versions(collector.next()) == [[0, 0], [0, 0]]
         message = "weights: expected the end of the turn that computes with the former ones within"
         assert len(errors) == 2 and all(error.startswith(message) for error in errors)
+
+    def test_an_update_in_vain_is_over_while_its_error_is_kept(self):
+        moments = Versions()
+        moments.patience, moments.settle = 0.05, lambda seconds: False
+        with pytest.raises(TimeoutError, match="weights: expected the end of the turn") as kept:
+            moments.update().__enter__()
+        with ThreadPoolExecutor(1) as other, other.submit(moments.call).result():
+            assert kept.value
 
 
 class TestStaleness:

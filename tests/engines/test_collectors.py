@@ -120,6 +120,15 @@ def test_an_update_past_the_collector_is_not_taken_for_its_version(
         assert checked(collector.next(), weights) == [1] * 4
 
 
+def test_what_another_update_has_loaded_of_the_channel_is_the_turns(
+    weights, channel, collect, engine
+):
+    collector = collect()
+    EngineWeights(channel, engine).update(weights[1], 1)
+    assert checked(collector.next(), weights) == [1] * 4
+    assert collector.policy_version_tracker.version == 1
+
+
 def test_an_interrupted_update_is_the_version_of_the_next_turn(
     weights, channel, collect, engine, monkeypatch
 ):

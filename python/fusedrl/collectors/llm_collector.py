@@ -339,7 +339,8 @@ class LLMCollector(_LLMCollector):
             raise NotImplementedError(
                 "index: expected None, got a part of the environment; all dialogs start anew"
             )
-        self._loop.restart(finished=True)
+        with self._stream.taking:  # not between the policy and the environment of a turn
+            self._loop.restart(finished=True)
 
     def state_dict(self) -> Any:
         """The state of environment, policy, counts and version; later rollouts do not change it."""

@@ -19,7 +19,7 @@ from fusedrl.transport import Serialized, deserialize, serialize
 from fusedrl.weights.ray_store import stored
 
 SECONDS_TO_END = 10.0
-ENDING = "ending"  # the thread of the actor that does not wait for a batch
+BESIDE = "beside"  # the thread of the actor that does not wait for a batch
 WEIGHTS = ("policy_or_weights", "weights", "policy", "policy_weights")  # arguments of an update
 
 
@@ -135,10 +135,12 @@ class RayLLMCollector(_RayLLMCollector):
         self._pending: Any = None  # the reference to a batch that was not handed out yet
         seed = int(torch.randint(2**62, ()))
         # One thread takes batches and updates in the order in which they are asked for.
-        of_ray: dict[str, Any] = {"concurrency_groups": {ENDING: 1}}
+        of_ray: dict[str, Any] = {} if remote_config is None else dict(remote_config)
+        of_ray["concurrency_groups"] = {BESIDE: 1, **of_ray.get("concurrency_groups", {})}
         for name, given in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
-            of_ray |= {} if given is None else {name: given}
-        actor = DialogActor.as_remote(of_ray | (remote_config or {}))
+            if given is not None:
+                of_ray.setdefault(name, given)
+        actor = DialogActor.as_remote(of_ray)
         self._collector = actor.remote(seed, **vars(options))
         self.remote_collectors = [self._collector]  # as RayRemoteWeightUpdater takes them
         self.closed = False
@@ -183,6 +185,23 @@ class RayLLMCollector(_RayLLMCollector):
         """The next batch; ``None`` at the end, and if a replay buffer gets it."""
         return next(iter(self._take(ahead=False)), None)
 
+    def _beside(self, method: Any, **arguments: Any) -> Any:
+        """Call a method of the actor that does not wait for a batch; a reference to the result."""
+        return method.options(concurrency_group=BESIDE).remote(**arguments)
+
+    def is_running(self) -> bool:
+        """Whether the actor fills its buffer after :meth:`start`."""
+        import ray
+
+        return ray.get(self._beside(self._collector.is_running))
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the actor's next turn; ``None`` if versions are not tracked."""
+        import ray
+
+        return ray.get(self._beside(self._collector.get_policy_version))
+
     def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
         """Update the policy's weights between two batches, and count one version.
 
@@ -211,8 +230,7 @@ class RayLLMCollector(_RayLLMCollector):
             return
         self.closed = True
         try:
-            shut_down = self._collector.shutdown.options(concurrency_group=ENDING)
-            end = shut_down.remote(close_env=close_env)
+            end = self._beside(self._collector.shutdown, close_env=close_env)
             ended, _ = ray.wait([end], timeout=SECONDS_TO_END if timeout is None else timeout)
             for answer in ended:
                 ray.get(answer)

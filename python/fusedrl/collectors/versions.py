@@ -161,6 +161,7 @@ class Versions:
                 else:
                     time.sleep(POLL_S)
         if block is None or (updates and not self.settle(self.patience)):
+            block = None  # which the traceback would keep
             what = (
                 "weights: expected the end of the turn that computes with the former ones"
                 if updates

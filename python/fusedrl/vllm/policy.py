@@ -100,9 +100,9 @@ class EngineFollower(Follower):
     def _switch(self) -> None:
         newest, update = self.reader.version, self._update
         with update.known.lock:
-            if update.known.has != (self.reader.session, newest):
-                run_calls(update.run(newest))
-            self.version = update.version
+            # It may have that from an update that is not this follower's.
+            is_there = update.known.has == (self.reader.session, newest)
+            self.version = newest if is_there else run_calls(update.run(newest))
 
     def close(self, detach: bool = True) -> None:
         """Stop following the channel; the engine keeps the version that it has."""
