@@ -150,7 +150,8 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         (DIALOGS | {"max_frame_per_traj": None}, TypeError, "max_frame_per_traj"),
     ],
 )
-def test_refused_before_a_process_is_started(options, error, message):
+def test_refused_before_a_process_is_started(options, error, message, monkeypatch):
+    monkeypatch.setattr("fusedrl.collectors.process.async_collector.WorkerHandle", None)
     with pytest.raises(error, match=message):
         AsyncCollector(Counting, policy, **({"frames_per_batch": 4} | options))
 

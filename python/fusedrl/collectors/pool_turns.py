@@ -102,9 +102,12 @@ class PoolLoop(TurnLoop):
         self._running = True
 
     def _wait(self, seconds: float = float("inf"), least: int | None = None) -> bool:
-        """Wait for the end of steps in threads, of all or so many; returns whether they ended."""
+        """Wait for the end of steps in threads, of all or so many; returns whether they ended.
+
+        Of a pool of processes there are none.
+        """
         steps, deadline = steps_under_way(self._env), time.monotonic() + seconds
-        running, most = set(steps), 0 if least is None else len(steps) - least
+        running, most = set(steps), 0 if least is None else max(len(steps) - least, 0)
         while len(running) > most and time.monotonic() < deadline:
             with interrupted_later():
                 running = wait(running, SLICE_S, FIRST_COMPLETED).not_done

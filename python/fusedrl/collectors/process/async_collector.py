@@ -432,7 +432,8 @@ def _check_names(kind: Callable[..., Any], given: dict[str, Any]) -> bool:
     base = next((each for each in (LLMCollector, Collector) if each in classes), None)
     # A class passes what it does not know on to its base; of a function nobody knows what it does.
     passing = classes[: classes.index(base) + 1] if base else classes[:1]
-    known = {name for each in passing for name in inspect.signature(each).parameters}
+    parameters = [p for each in passing for p in inspect.signature(each).parameters.values()]
+    known = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for name in given.keys() - OF_PROCESS:
         if name in INSTEAD or (base and name not in known):
             remedy = INSTEAD.get(name, f"{kind} has none: drop it, or bind it by functools.partial")
