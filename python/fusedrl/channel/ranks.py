@@ -21,7 +21,7 @@ PAUSE_S = 0.002  # between two looks at the store
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Let Ctrl-C take effect after the block, in which other ranks or threads wait for this one."""
+    """Let Ctrl-C take effect after the block, in which other ranks wait for this one."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

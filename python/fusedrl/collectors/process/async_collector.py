@@ -127,8 +127,7 @@ class AsyncCollector(_AsyncCollector):
         in_all = "total_dialog_turns" if dialogs else "total_frames"
         frames, total = given.pop(per_batch, frames_per_batch), given.pop(in_all, total_frames)
         if frames_per_batch not in (None, frames) or total_frames not in (-1, total):
-            sizes = f"{per_batch}, {in_all}"
-            raise TypeError(f"{sizes}: expected one name for each size, got two; drop one")
+            raise TypeError(f"{per_batch}: expected one name for each size, got two; drop one")
         check_whole(per_batch, frames, 1, optional=dialogs)
         check_whole("prefetch", prefetch, 0, optional=False)
         check_channel(channel, WeightHandle)
