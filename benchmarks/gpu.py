@@ -333,11 +333,11 @@ PLANS = {  # by the minutes that they end in
     10: (
         Step("build", 60, build),
         Step("fusedrl check", 20, check),
+        Step("tests of the channel", 60, tests("tests/channel/test_cuda_gpu.py")),
         Step("steps of trainers", 90, tests(*OF_USERS)),
+        Step("publish", 30, publish),
         Step("tests of ops", 50, tests(*OF_OPS, "-k", "not triton")),
         *(Step(job, 20, measure("torch", job)) for job in HEADLINES),
-        Step("tests of the channel", 50, tests("tests/channel/test_cuda_gpu.py")),
-        Step("publish", 30, publish),
         Step("graphs", 40, tests("tests/ops/test_cuda_capture.py")),
         Step("other tests", 40, tests(*OTHER_TESTS, "-k", "triton or models or engines")),
         Step("times of trainers", 70, steps_of_users),

@@ -104,6 +104,22 @@ def _log_probs(device: str, shape: model.Case, impl: str = "auto") -> Runs:
     return runs | {PRODUCTS: partial(of.bare_products(job)[1], job)}
 
 
+def _frozen_head(device: str, shape: model.Case) -> Runs:
+    op, of = _op("linear_token_log_probs"), _bench("bench_linear_token_log_probs")
+    job = of.make_job(device, (1, shape.rows), shape.width, shape.classes, torch.bfloat16, 1.0)
+    logits, grad = job.hidden.new_empty(shape.rows, shape.classes), job.hidden.new_empty(shape[:2])
+
+    def products() -> None:
+        torch.mm(job.hidden[0], job.weight.T, out=logits)
+        torch.mm(logits, job.weight, out=grad)
+
+    calls = {
+        OURS: lambda hidden: op(hidden, job.weight, job.tokens).log_probs,
+        TORCH: lambda hidden: of.on_kept_rows(of.plain_torch)(job._replace(hidden=hidden)),
+    }
+    return _differentiated([job.hidden], calls) | {PRODUCTS: products}
+
+
 def _linear_kl(device: str, shape: model.Case) -> Runs:
     op, of, peers = _op("linear_exact_kl"), _bench("bench_linear_exact_kl"), _bench("peers")
     hidden, weight, *ref = of.make_heads(device, shape, torch.bfloat16)
@@ -154,6 +170,7 @@ def _rows(*kernels: str) -> Callable[[model.Case], list[model.Step]]:
 PAIRS = model.LARGE._replace(rows=4096)
 HEADLINES = {  # each beside plain torch and the products alone, the most valuable first
     "linear_token_log_probs": Job(model.LARGE, _log_probs, model.log_probs),
+    "linear_token_log_probs, head frozen": Job(model.LARGE, _frozen_head, model.frozen_head),
     "linear_exact_kl": Job(model.LARGE, _linear_kl, model.exact_kl),
     "token_log_probs": Job(model.LARGE, _of_logits, _rows("forward_rows", "backward_rows")),
     "exact_kl": Job(PAIRS, _of_pairs, _rows("forward_pairs", "backward_pairs")),

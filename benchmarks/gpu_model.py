@@ -265,8 +265,8 @@ LARGE = Case(8192, 4096, 151936)
 SMALL = Case(400, 4096, 151936)  # all logits are one tile
 LINEAR = {
     "`linear_token_log_probs`": (log_probs, LARGE, 4),
-    "the same, head frozen": (frozen_head, LARGE, 2),
-    "`linear_exact_kl`, one gradient": (exact_kl, LARGE, 6),
+    "`linear_token_log_probs`, head frozen": (frozen_head, LARGE, 2),
+    "`linear_exact_kl`": (exact_kl, LARGE, 6),
 }
 
 
@@ -329,7 +329,7 @@ def linear_table(found: Mapping[str, Cells]) -> str:
         for gpu in GPUS:
             time, bare = total(run, gpu), bare_product(case, gpu)
             cells.append(f"{1e3 * time:.1f} ms, {time / bare / count:.2f}x")
-        cells += [cells_of.get(name.split(",")[0].strip("`"), "") for cells_of in found.values()]
+        cells += [cells_of.get(name.replace("`", ""), "") for cells_of in found.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

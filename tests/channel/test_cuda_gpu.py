@@ -140,6 +140,24 @@ def test_a_version_is_published_when_its_copies_are_done_and_waits_for_no_other_
     assert not other.query()
 
 
+def test_two_copies_of_a_tied_weight_are_compared_behind_what_writes_them():
+    tied = torch.zeros(1 << 20, device="cuda")
+    with WeightChannel.create({"embedding": tied, "head": tied}) as channel:
+        for apart in (0.0, 1.0):
+            copies = {"embedding": tied.clone(), "head": tied.clone()}
+            torch.cuda._sleep(400_000_000)
+            copies["embedding"].fill_(3.0)
+            copies["head"].fill_(3.0 + apart)
+            if apart:
+                with pytest.raises(ValueError, match=r"(?s)embedding.*head|head.*embedding"):
+                    channel.publish(copies)
+            else:
+                channel.publish(copies)
+        with channel.handle.open() as reader, reader.lease() as lease:
+            assert lease.version == 1
+            assert lease.weights["head"].unique().tolist() == [3.0]
+
+
 def test_a_thousand_leases_on_several_streams_are_all_given_back(small):
     channel, reader = small
     streams = [torch.cuda.Stream() for _ in range(4)]

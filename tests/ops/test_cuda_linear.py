@@ -122,6 +122,32 @@ def test_more_rows_than_a_block(impl):
 
 
 @impls
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [7, 257, 32000])
+@pytest.mark.parametrize("rises", [False, True])
+def test_a_frozen_head(impl, dtype, classes, rises):
+    """Its gradient of the hidden states adds up tile by tile, where the largest logits move."""
+    hidden, weight, bias, tokens = problem((600,), classes, 40, dtype)
+    bias.add_(torch.linspace(0, 12 if rises else -12, classes, device=DEVICE))
+    upstream = torch.randn(600, device=DEVICE)
+
+    def step(path, compute_dtype=dtype):
+        x = hidden.detach().to(compute_dtype).requires_grad_()
+        log_probs = path(x, weight.to(compute_dtype), bias.to(compute_dtype))
+        return log_probs.detach(), *torch.autograd.grad((log_probs * upstream).sum(), x)
+
+    def plain(hidden, weight, bias):
+        return -functional.cross_entropy(
+            functional.linear(hidden, weight, bias), tokens, reduction="none"
+        )
+
+    mine = step(lambda x, w, b: linear_token_log_probs(x, w, tokens, bias=b, impl=impl).log_probs)
+    eps = torch.finfo(dtype).eps
+    for got, other, exact in zip(mine, step(plain), step(plain, torch.float64), strict=True):
+        no_worse(got, other, exact, max(2e-5, 2 * eps) * max(1.0, exact.abs().max().item()))
+
+
+@impls
 def test_nothing_to_do(impl):
     *inputs, tokens = problem((3,), 50, 8, torch.bfloat16)
     inputs[0].fill_(float("nan"))
