@@ -307,7 +307,7 @@ def sanitize(tool: str) -> Callable[[Bench], Outcome]:
 
 def steps_of_users(to: Bench) -> Outcome:
     """A step of GRPO as torchrl's recipe takes it, and its parts."""
-    options = ("--device", to.device, "--seconds", 1, "--limit", 30, "--out", to.out / "bench")
+    options = ("--device", to.device, "--seconds", 1, "--limit", 75, "--out", to.out / "bench")
     ended = to.run(to.python, "-m", "fusedrl", "bench", "--op", "grpo_step", *options)
     outcome = ended.outcome()
     return outcome._replace(why=outcome.why.replace(f"{to.out}/", ""))  # which is of that machine
@@ -331,16 +331,16 @@ OF_USERS = ("tests/integrations/test_gpu.py", "tests/collectors/test_gpu.py")
 OTHER_TESTS = ("tests/models/test_cuda.py", "tests/engines/test_gpu.py", OF_OPS[0])
 PLANS = {  # by the minutes that they end in
     10: (
-        Step("build", 60, build),
+        Step("build", 50, build),
         Step("fusedrl check", 20, check),
         Step("tests of the channel", 60, tests("tests/channel/test_cuda_gpu.py")),
         Step("steps of trainers", 90, tests(*OF_USERS)),
-        Step("publish", 30, publish),
+        Step("publish", 25, publish),
         Step("tests of ops", 50, tests(*OF_OPS, "-k", "not triton")),
-        *(Step(job, 20, measure("torch", job)) for job in HEADLINES),
+        *(Step(job, 18, measure("torch", job)) for job in HEADLINES),
         Step("graphs", 40, tests("tests/ops/test_cuda_capture.py")),
-        Step("other tests", 40, tests(*OTHER_TESTS, "-k", "triton or models or engines")),
-        Step("times of trainers", 70, steps_of_users),
+        Step("other tests", 50, tests(*OTHER_TESTS, "-k", "triton or models or engines")),
+        Step("times of trainers", 85, steps_of_users),
     ),
     4: (
         Step("build", 60, build),  # where MINUTES=10 did not build

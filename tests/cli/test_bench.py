@@ -172,6 +172,12 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
     assert capsys.readouterr().err.startswith(expected)
 
 
+def test_a_limit_that_is_over_before_the_first_case_is_a_failure(run):
+    status, results = run({"fusedrl": double}, "--limit", "1e-9")
+    assert (status, results["rows"]) == (1, [])
+    assert results["failed"] == {"the rest": "not started: 0 s were over"}
+
+
 def many(op="doubling"):
     return iter(
         harness.Case(op, str(n), {"fusedrl": double}, lambda: NUMBERS, truth=exact)

@@ -211,7 +211,8 @@ def _measure(args: argparse.Namespace, results: Results, copy_rate: float) -> No
         for case in _cases(args, results):
             running = f"{case.op} {case.setting}"
             if time.monotonic() > end:
-                results.skipped["the rest"] = f"not started: {limit:.0f} s were over"
+                left = results.skipped if results.rows else results.failed
+                left["the rest"] = f"not started: {limit:.0f} s were over"
                 break
             if case.op != op:
                 op = case.op
