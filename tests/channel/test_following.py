@@ -116,7 +116,7 @@ def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
         assert lease.weights["0", "weight"].unique().tolist() == [2]
 
 
-REFUSED = "policy: expected weights of its own, got those that this process trains and publishes"
+REFUSED = "module: expected weights of its own, got those that this process trains and publishes"
 
 
 def replaced(trained: nn.Module) -> nn.Module:
@@ -130,13 +130,15 @@ def replaced(trained: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("mode", ["alias", "copy"])
 @pytest.mark.parametrize("weights", [lambda m: m, nn.Module.state_dict, TensorDict.from_module])
 @pytest.mark.parametrize("follows", [lambda m: m, replaced, torch.compile])
-def test_what_is_trained_here_follows_no_channel_of_its_own(mode, weights, follows):
+def test_what_is_trained_here_neither_follows_nor_loads_a_channel_of_its_own(mode, weights, follows):
     """However it is written between two publishes, nothing could tell."""
     trained = filled(1)
     with WeightChannel.create(weights(trained)) as channel, channel.handle.open() as reader:
         channel.publish()
         with pytest.raises(ValueError, match=f"{REFUSED}.*copy.deepcopy"):
             reader.follow(follows(trained), mode)
+        with pytest.raises(ValueError, match=REFUSED):
+            reader.load_into(follows(trained), mode)
         assert trained[0].weight.requires_grad
         follower = reader.follow(copy.deepcopy(trained), mode)
         vector = nn.utils.parameters_to_vector(trained.parameters())
@@ -156,6 +158,31 @@ def test_what_follows_a_channel_is_published_as_it_is(mode):
         with follower.call() as version:
             assert version == 2 and content(policy) == {5}
         follower.close()
+
+
+def data_twice(model: nn.Module) -> None:
+    """The second time, it may get the address of what it had first."""
+    for value in (5.0, 6.0):
+        model[0].weight.data = torch.full((2, 2), value)
+
+
+REPLACE = {
+    "data": data_twice,
+    "parameter": lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(2, 2) * 5)),
+    "module": lambda m: setattr(m, "0", filled(5)[0]),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACE.values(), ids=REPLACE)
+def test_a_parameter_that_is_replaced_gets_the_version_back_at_the_next_call(followed, replace):
+    model, follower = followed
+    for _ in range(2):
+        with follower.call():
+            pass
+        replace(model)
+        with follower.call() as version:
+            assert version == 1 and content(model) == {1}
+        assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
@@ -178,7 +205,7 @@ def test_parameters_have_one_follower(channel, reader, followed):
             with pytest.raises(ValueError, match="parameters that nothing else loads"):
                 by.follow(module, mode)
         for module in (model, model[0], nn.Sequential(model)):
-            with pytest.raises(ValueError, match="module: expected one that nothing else loads"):
+            with pytest.raises(ValueError, match="parameters that nothing else loads"):
                 reader.load_into(module)
     with pytest.raises(ValueError, match="mode: expected 'alias' or 'copy', got 'both'"):
         reader.follow(filled(0), "both")

@@ -25,7 +25,6 @@ from fusedrl.channel.tensors import (
     Weight,
     castable,
     facts,
-    has_memory,
     is_dtensor,
     part_of_rank,
     weights_in,
@@ -88,7 +87,8 @@ class WeightChannel:
         self._ranks = ranks
         self._call = f"publish in channel {ranks.round}"  # of those that these ranks have created
         self._last = -1  # the version that a rank without slots has taken part in
-        self._known: tuple[Any, dict[str, Weight]] = None, {}  # the template's weights
+        # The template's weights, and where they lay.
+        self._known: tuple[Any, dict[str, Weight], list[int]] = None, {}, []
         self._closed = False
         if memory is not None:
             self._memory, self._end, session = memory
@@ -214,12 +214,12 @@ class WeightChannel:
         if model is not self.template or self.layout.merged or not isinstance(model, nn.Module):
             return self.layout.match(model)
         walked = weights_in(model)
-        now, (before, found) = facts(walked), self._known
-        if now != before or not all(has_memory(part_of_rank(w.tensor)) for w in found.values()):
+        now, (before, found, addresses) = facts(walked), self._known
+        if now != before or _addresses(found) != addresses:  # memory may be freed
             found = self.layout.match(model)
             # Names that the layout ties may be two tensors, whose values can differ at any time.
             alone = len({id(w.tensor) for w in walked if w.saved}) == len(found)
-            self._known = now if alone else None, found
+            self._known = now if alone else None, found, _addresses(found)
         return found
 
     def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:
@@ -316,3 +316,7 @@ class WeightChannel:
         self.close()
 
     __reduce__ = WeightReader.__reduce__
+
+
+def _addresses(found: dict[str, Weight]) -> list[int]:
+    return [part_of_rank(weight.tensor).data_ptr() for weight in found.values()]

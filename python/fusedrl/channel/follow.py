@@ -19,7 +19,7 @@ from fusedrl.channel import tensors
 from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.layout import Layout, refuse_differences
 from fusedrl.channel.tensors import Weight, described, weights_in
-from fusedrl.compat.torch import copy_all
+from fusedrl.compat.torch import children_of, copy_all, parameters_of
 
 logger = logging.getLogger("fusedrl")
 # The channels of this process, by session, each with the template that it publishes.
@@ -38,15 +38,30 @@ class Target:
     A ``TypeError`` or ``ValueError`` about it comes before anything changes.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, mode: str) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, mode: str, session: str) -> None:
         if mode not in ("alias", "copy"):
             raise ValueError(
                 f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
                 "keeps the addresses of the parameters"
             )
         self.layout, self.mode, self.module = layout, mode, weakref.ref(module)
+        self._session = session
         self._held: Any = None  # the lease of what parameters lie in
+        self._left: dict[int, Any] | None = None  # where load() has left the parameters, if it has
         self._plan(weights_in(module))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a load has ended, and its version is not taken off again."""
+        return self._left is not None
+
+    def is_as_loaded(self) -> bool:
+        """Whether no parameter was replaced, or got other memory, since the last load."""
+        parts: list[Any] = [self.module()]
+        for part in parts:  # which grow; in half the time of weights_in(), as each call asks
+            parts += [child for child in children_of(part).values() if child is not None]
+        homes = map(parameters_of, parts)
+        return self._places(p for home in homes for p in home.values() if p is not None) == self._left
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor], lease: Any = None) -> None:
@@ -55,11 +70,14 @@ class Target:
         By alias, they become the memory of its parameters, which then require no gradients, and a
         ``lease`` is shared as long. Buffers are copied, because a forward pass may write to them.
         """
+        found, left, is_copy = weights_in(self.module()), self._left, self.mode == "copy"
+        is_known = tensors.facts(found) == self._facts and self._addresses() == self._memory
+        stays = is_known and is_copy and self._places(self.parameters.values()) == left
+        if not is_known or (is_copy and not stays):
+            self._plan(found)
         self._check(views)
         memory = self._of(views, self.parameters)
-        if self.mode == "copy":
-            self.own(torch.empty_like)
-        else:
+        if self.mode == "alias":
             differences = [
                 f"{n}: expected {described(v)} on {v.device}, got {described(p)} on {p.device}"
                 for (n, p), v in zip(self.parameters.items(), memory, strict=True)
@@ -70,6 +88,9 @@ class Target:
             for parameter in self.parameters.values():
                 if parameter.requires_grad:
                     parameter.requires_grad_(False)
+        elif not stays:
+            self.own(torch.empty_like)
+        self._left = None
         copy_all([*self._copied.values()], self._of(views, self._copied))
         if self.mode == "alias":
             # One storage for all. It is forgotten in C, where no interrupt is lost.
@@ -78,9 +99,11 @@ class Target:
             # In C, too: an interrupt comes before the first or behind the last.
             list(map(setattr, self.parameters.values(), repeat("data"), memory))
             self._held = self._held[1]
+        self._left = left if stays else self._places(self.parameters.values())
 
     def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
         """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
+        self._left = None
         storages = map(Tensor.untyped_storage, self.parameters.values())
         if _LENT and not _LENT.isdisjoint(map(weakref.ref, storages)):
             with torch.inference_mode(False):  # tensors made in that mode could not be trained
@@ -92,11 +115,18 @@ class Target:
     def _of(self, views: Sequence[Tensor], names: Iterable[str]) -> list[Tensor]:
         return [views[self.layout.view_of[name]] for name in names]
 
+    def _places(self, parameters: Iterable[Tensor]) -> dict[int, Any]:
+        """Where they lie. Memory of their own may be freed, and be that of others then."""
+        if self.mode == "alias":
+            return {id(p): p.data_ptr() for p in parameters}
+        return {id(p): (p.data_ptr(), weakref.ref(p.untyped_storage())) for p in parameters}
+
+    def _addresses(self) -> list[int]:
+        """Of what is copied into, as its memory may be freed."""
+        return [tensor.data_ptr() for tensor in self._copied.values()]
+
     def _check(self, views: Sequence[Tensor]) -> None:
-        """Check all that may have changed since the last load."""
-        found = weights_in(self.module())  # which the caller keeps alive
-        if tensors.facts(found) != self._facts or self._places() != self._memory:
-            self._plan(found)
+        """Refuse what depends on the values, or on where this is called."""
         if self._inference and (self.mode == "alias" or not torch.is_inference_mode_enabled()):
             raise ValueError(
                 f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
@@ -113,18 +143,15 @@ class Target:
 
     def _plan(self, found: Sequence[Weight]) -> None:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
+        self._refuse_others(found)
         layout, weights = self.layout, {weight.name: weight for weight in found}
         if layout.merged and has_adapters(self.module()):
             raise ValueError(
                 "module: expected a model without adapters for weights that they are merged into, "
                 "got one with; load into the base model, or publish without merge_adapters"
             )
-        _, differences = layout.compared(weights, "module", layout.stored)
-        differences += [
-            f"{entry.name}: expected {described(entry)}, got no such entry"
-            for entry in layout.entries
-            if entry.tied_to is not None and entry.name not in weights
-        ]
+        missing = [entry for entry in layout.entries if entry.name not in weights]
+        _, differences = layout.compared(weights, "module", missing)
         remedy = "load into a model of the published one's architecture"
         refuse_differences("module", differences, remedy)
         loaded = [weights[name] for name in layout.view_of]
@@ -143,12 +170,31 @@ class Target:
         copied = [w for w in loaded if self.mode == "copy" or w.kind != "parameter"]
         self._copied = {w.name: w.tensor for w in copied}
         self._inference = [weight.name for weight in loaded if weight.tensor.is_inference()]
-        self._ties, self._facts = ties, tensors.facts(found)
-        self._memory = self._places()
+        self._ties, self._facts, self._memory = ties, tensors.facts(found), self._addresses()
 
-    def _places(self) -> list[tuple[int, int]]:
-        """Where what is copied into lies: memory may be freed, or become that of two entries."""
-        return [(t.data_ptr(), t.untyped_storage().nbytes()) for t in self._copied.values()]
+    def _refuse_others(self, found: Sequence[Weight]) -> None:
+        """Refuse parameters that something else of this process writes to."""
+        parameters = [weight for weight in found if weight.kind == "parameter"]
+        others = (f.target for f in [*FOLLOWERS] if f.target is not self)
+        followed = {id(p) for other in others for p in other.parameters.values()}
+        # Another follower would change them during the calls of this one.
+        if any(id(weight.tensor) in followed for weight in parameters):
+            raise ValueError(
+                "module: expected parameters that nothing else loads, got some that follow a "
+                "channel already; close their follower, or follow one channel that has all of them"
+            )
+        # A step of a trainer that is not published yet would be lost at the next load, or computed
+        # with under the number of an older version. By alias, it would end the process.
+        channel = PUBLISHED.get(self._session)
+        published = tensors.weights_of(channel.template if channel else {}).values()
+        trained = {weight.identity() for weight in published}
+        for weight in parameters if trained else ():
+            if weight.identity() in trained:
+                raise ValueError(
+                    "module: expected weights of its own, got those that this process trains and "
+                    f"publishes, such as {weight.name}; load into copy.deepcopy(module), or "
+                    "collect without a channel and call increment_version() after each step"
+                )
 
 
 class Follower:
@@ -205,31 +251,12 @@ class Follower:
 class ModuleFollower(Follower):
     """Gives a module what is leased. :meth:`WeightReader.follow` makes one."""
 
-    def __init__(self, reader: Any, module: nn.Module, mode: str, keeps: bool) -> None:
+    def __init__(self, reader: Any, module: nn.Module, mode: str, between_calls: bool) -> None:
         super().__init__(reader, module)
-        self.mode, self.keeps = mode, keeps
-        self.target = Target(module, reader.layout, mode)
-        parameters = self.target.parameters.values()
-        others = {id(p) for other in [*FOLLOWERS] for p in other.target.parameters.values()}
-        # Another follower would change them during the calls of this one.
-        if not others.isdisjoint(map(id, parameters)):
-            raise ValueError(
-                "module: expected parameters that nothing else loads, got some that follow a "
-                "channel already; close their follower, or follow one channel that has all of them"
-            )
-        # A step of a trainer that is not published yet would be lost at the next load, or computed
-        # with under the number of an older version. In alias mode, it would end the process.
-        memory = {Weight("", parameter).identity() for parameter in parameters}
-        channel = PUBLISHED.get(reader.session)
-        for name, weight in tensors.weights_of(channel.template if channel else {}).items():
-            if weight.identity() in memory:
-                raise ValueError(
-                    "policy: expected weights of its own, got those that this process trains and "
-                    f"publishes, such as {name}; let copy.deepcopy(policy) follow the channel, or "
-                    "collect without a channel and call increment_version() after each step"
-                )
-        self._warned = self._is_current = False  # whether the module has the weights of `version`
-        for parameter in parameters:
+        self.mode, self.between_calls = mode, between_calls
+        self.target = Target(module, reader.layout, mode, reader.session)
+        self._warned = False
+        for parameter in self.target.parameters.values():
             parameter.requires_grad_(False)
         take = _Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
         self._hooks = [
@@ -247,11 +274,10 @@ class ModuleFollower(Follower):
         # An interrupt at any point leaves what the next call begins with: another load of all.
         lease = self.reader.lease()
         try:
-            if lease.version != self.version or not self._is_current:
-                self._is_current = False
-                self.target.load(lease.views, lease if self.keeps else None)
+            # A parameter that was replaced gets the version back, lest it is computed with under it.
+            if lease.version != self.version or not self.target.is_as_loaded():
+                self.target.load(lease.views, lease if self.between_calls else None)
                 self.version = lease.version
-                self._is_current = True
             return lease
         except BaseException:
             lease.release()  # which the traceback of the error would keep
@@ -281,10 +307,11 @@ class ModuleFollower(Follower):
         """Give the module memory of its own to write to; the next call loads all again."""
         self.reader.require_open()
         with self._lock:
-            if self._is_current and self.mode == "alias":
-                with nullcontext() if self.keeps else self.call():  # what is not held may be gone
+            if self.target.is_loaded:
+                # What is not held may be gone.
+                is_held = self.between_calls or self.mode == "copy"
+                with nullcontext() if is_held else self.call():
                     self.target.own()
-            self._is_current = False
 
     def close(self, detach: bool = True) -> None:
         """Follow no more; if it detaches, leave the module a version in memory of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -173,7 +173,10 @@ class Layout:
         required = self.stored if off or on or not partial else ()
         if partial:  # if no entry is known to be a parameter, each of them may be one
             required = [e for e in required if e.kind == "parameter"] or required
-        copies, differences = self.compared(named, "weights", required)
+        # A tied name may be missing, because one of them gives the value of all.
+        there = {entry.tied_to or entry.name for entry in self.entries if entry.name in named}
+        missing = [entry for entry in required if entry.name not in there]
+        copies, differences = self.compared(named, "weights", missing)
         differences = differences or [
             f"{other.name}: expected the values of {first.name}, since the layout ties them, got "
             "others"
@@ -186,9 +189,9 @@ class Layout:
         return {name: same[0] for name, same in copies.items() if same}
 
     def compared(
-        self, named: Mapping[str, Weight], argument: str, required: Iterable[Entry]
+        self, named: Mapping[str, Weight], argument: str, missing: Sequence[Entry]
     ) -> tuple[dict[str, list[Weight]], list[str]]:
-        """The weights of each stored entry, and how they differ; only ``required`` may not lack."""
+        """The weights of each stored entry, and how they differ, ``missing`` ones included."""
         copies: dict[str, list[Weight]] = {entry.name: [] for entry in self.stored}
         wrong = []  # what was expected, and what is there instead
         for entry in self.entries:
@@ -198,8 +201,6 @@ class Layout:
                 copies[entry.tied_to or entry.name].append(weight)
                 if tuple(got.shape) != entry.shape or not converts(got.dtype, entry.dtype):
                     wrong.append((entry.name, described(entry), described(got)))
-        # A tied name may be missing, because one of them gives the value of all.
-        missing = [entry for entry in required if not copies[entry.name]]
         wrong += [(entry.name, described(entry), "no such entry") for entry in missing]
         known = {*self.view_of, *self.transient}
         more = [w for name, w in named.items() if w.saved and name not in known]

@@ -179,7 +179,7 @@ class WeightReader:
             lease.before_release = self.memory.give_back
         return lease
 
-    def follow(self, module: nn.Module, mode: str = "alias", keeps: bool = False) -> Follower:
+    def follow(self, module: nn.Module, mode: str = "alias", between_calls: bool = False) -> Follower:
         """Keep a module at the newest version, between its calls and never during one.
 
         ``with follower.call() as version:`` encloses a call. The module's ``state_dict()`` returns
@@ -188,8 +188,8 @@ class WeightReader:
 
         Args:
             module, mode: as for :meth:`load_into`.
-            keeps: in alias mode, hold the version until the next one is loaded. Otherwise it is
-                held in calls alone, and weights may change between them.
+            between_calls: in alias mode, hold the version until the next one is loaded. Otherwise
+                it is held in calls alone, and weights may change between them.
 
         Raises:
             TypeError, ValueError: the module does not fit, follows otherwise already, or has
@@ -197,9 +197,9 @@ class WeightReader:
         """
         self.require_open()
         for f in [*FOLLOWERS]:
-            if (f.reader, f.module, f.mode, f.keeps) == (self, module, mode, keeps):
+            if (f.reader, f.module, f.mode, f.between_calls) == (self, module, mode, between_calls):
                 return f
-        return ModuleFollower(self, module, mode, keeps)
+        return ModuleFollower(self, module, mode, between_calls)
 
     def load_into(
         self,
@@ -231,19 +231,15 @@ class WeightReader:
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         self.require_open()
-        if followers_of(module):
-            raise ValueError(
-                "module: expected one that nothing else loads, got one that follows a channel, in "
-                "whole or in part; close its follower, or let it load"
-            )
         self.wait_for(0 if min_version is None else min_version, timeout)
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
             target = _LOADED.get(weakref.ref(module))
             # By identity: layouts of two readers may be equal.
             wanted = id(module), id(self.layout), mode
-            if not target or (id(target.module()), id(target.layout), target.mode) != wanted:
-                target = Target(module, self.layout, mode)
+            known = target and (id(target.module()), id(target.layout), target.mode)
+            if not target or known != wanted or followers_of(module):  # which it refuses
+                target = Target(module, self.layout, mode, self.session)
                 parts = [weakref.ref(part, _LOADED.pop) for part in module.modules()]
                 for former in {_LOADED[part] for part in parts if part in _LOADED}:
                     former.own()

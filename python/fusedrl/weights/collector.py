@@ -233,7 +233,7 @@ def follow_policy(
                 w.name for w in weights_in(inner)
             }
             module = module_of(inner if has_names else policy)
-            follower = ModuleFollower(reader, module, mode, keeps=True)
+            follower = ModuleFollower(reader, module, mode, between_calls=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
 

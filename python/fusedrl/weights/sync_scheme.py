@@ -292,7 +292,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if has_engine:
             follower = EngineFollower(self._handle, reader, module)
         else:
-            follower = reader.follow(module, mode, keeps=copied)
+            follower = reader.follow(module, mode, between_calls=copied)
         self._ends.callback(follower.close, detach=not copied)
         follower.load()
         self._follower = follower
