@@ -45,7 +45,7 @@ class Target:
                 "keeps the addresses of the parameters"
             )
         self.layout, self.mode, self.module = layout, mode, weakref.ref(module)
-        self._session = session
+        self._session, self.freezes = session, mode == "alias"
         self._held: Any = None  # the lease of what parameters lie in
         self._left: dict[int, Any] | None = None  # where load() has left the parameters, if it has
         self._plan(weights_in(module))
@@ -85,11 +85,10 @@ class Target:
             ]
             remedy = "make it of the channel's dtype and device, or load with mode='copy'"
             refuse_differences("module", differences, remedy)
-            for parameter in self.parameters.values():
-                if parameter.requires_grad:
-                    parameter.requires_grad_(False)
         elif not stays:
             self.own(torch.empty_like)
+        if self.freezes:
+            self.freeze()
         self._left = None
         copy_all([*self._copied.values()], self._of(views, self._copied))
         if self.mode == "alias":
@@ -100,6 +99,12 @@ class Target:
             list(map(setattr, self.parameters.values(), repeat("data"), memory))
             self._held = self._held[1]
         self._left = left if stays else self._places(self.parameters.values())
+
+    def freeze(self) -> None:
+        """Let no parameter require gradients."""
+        for parameter in self.parameters.values():
+            if parameter.requires_grad:
+                parameter.requires_grad_(False)
 
     def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
         """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
@@ -255,9 +260,8 @@ class ModuleFollower(Follower):
         super().__init__(reader, module)
         self.mode, self.between_calls = mode, between_calls
         self.target = Target(module, reader.layout, mode, reader.session)
-        self._warned = False
-        for parameter in self.target.parameters.values():
-            parameter.requires_grad_(False)
+        self._warned, self.target.freezes = False, True
+        self.target.freeze()
         take = _Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
         self._hooks = [
             module.register_state_dict_post_hook(_Hook(self._give_copies)),
