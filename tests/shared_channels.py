@@ -68,6 +68,9 @@ def publishes(holders: list[int] | None, kind: str, **options: Any) -> list[Any]
                     torch.equal(a, b.to(a.dtype)) for a, b in zip(got, expected, strict=True)
                 )
                 found += [lease.version, channel.device.type]
+        else:
+            for use in (lambda: channel.handle, lambda: channel.device, channel.readers):
+                assert "RuntimeError: channel: expected one with slots" in said(use)
         set_to(weights, 2.0)
         return [*found, channel.publish(), leased(channel)]
 
@@ -108,7 +111,9 @@ def alone() -> list[Any]:
         if dist.get_rank() != 0:
             dist.barrier()
         channel.rank_timeout = 1.0
-        found.append(said(channel.publish, timeout=0))
+        began = time.monotonic()
+        found.append(said(channel.publish))  # whose timeout, for a slot, is a minute
+        found.append(time.monotonic() - began < 20)
         if dist.get_rank() == 0:
             dist.barrier()
         channel.rank_timeout = PATIENCE

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import channel_workers as workers
@@ -194,7 +195,7 @@ def test_leases_wait_for_the_version_they_are_asked_for(channel, reader):
         reader.lease(min_version=10, timeout=0.05)
 
 
-def test_every_wait_is_finite(channel, reader):
+def test_every_wait_is_finite(channel, reader, monkeypatch):
     for wait in (
         lambda: reader.lease(timeout=float("inf")),
         lambda: reader.wait_for(1, timeout=-1),
@@ -202,6 +203,10 @@ def test_every_wait_is_finite(channel, reader):
     ):
         with pytest.raises(ValueError, match="timeout: expected a finite number"):
             wait()
+    publish(channel)
+    monkeypatch.setattr("fusedrl.channel.reader.Lease", lambda end: SimpleNamespace(held=False))
+    with pytest.raises(TimeoutError, match=r"within 0.0 s, got another one at each attempt"):
+        reader.lease(timeout=0)
 
 
 def test_publishing_within_a_publish_ends(channel):
@@ -211,6 +216,37 @@ def test_publishing_within_a_publish_ends(channel):
         with pytest.raises(TimeoutError, match="got none of 3: another publish or writing block"):
             publish(channel, timeout=0.05)
     assert publish(channel) == 2
+
+
+def test_the_version_that_is_written_can_only_be_raised(channel):
+    publish(channel, 3)
+    with channel.writing() as writing:
+        for number in (2, 2**60):
+            with pytest.raises(ValueError, match="version: expected 4 to"):
+                writing.version = number
+        writing.version = 7
+    assert channel.version == 7
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("fusedrl-channel")
+
+
+def test_memory_goes_when_an_end_closes_and_no_tensor_is_over_it():
+    gc.collect()
+    before, model = mapped(), workers.model_of_zeros()
+    channel = WeightChannel.create(workers.weights_of(0))
+    publish(channel)
+    reader, kept = channel.handle.open(), []
+    with reader.lease() as lease:
+        kept.append(lease.weights["a"])
+    del lease
+    reader.load_into(model)
+    reader.close()
+    channel.close()
+    assert channel.version == reader.version == 1 and mapped() == before + 1
+    kept.clear()
+    assert mapped() == before
 
 
 def test_a_closed_channel_is_still_read_but_not_waited_for():

@@ -130,7 +130,7 @@ def replaced(trained: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("mode", ["alias", "copy"])
 @pytest.mark.parametrize("weights", [lambda m: m, nn.Module.state_dict, TensorDict.from_module])
 @pytest.mark.parametrize("follows", [lambda m: m, replaced, torch.compile])
-def test_what_is_trained_here_neither_follows_nor_loads_a_channel_of_its_own(mode, weights, follows):
+def test_what_is_trained_here_does_not_load_its_own_versions(mode, weights, follows):
     """However it is written between two publishes, nothing could tell."""
     trained = filled(1)
     with WeightChannel.create(weights(trained)) as channel, channel.handle.open() as reader:

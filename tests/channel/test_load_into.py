@@ -85,7 +85,10 @@ def test_a_module_that_another_channel_cannot_load_keeps_its_version(channel, re
     model = model_of_zeros()
     publish(channel)
     reader.load_into(model)
-    with WeightChannel.create(copy.deepcopy(model).double()) as other, other.handle.open() as theirs:
+    with (
+        WeightChannel.create(copy.deepcopy(model).double()) as other,
+        other.handle.open() as theirs,
+    ):
         other.publish()
         reader.load_into(model)
         with pytest.raises(ValueError, match="expected float64"):

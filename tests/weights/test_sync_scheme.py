@@ -203,20 +203,22 @@ def test_nothing_is_left_after_a_shutdown():
 
 
 @pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-def test_a_peft_model_is_sent_merged_or_as_it_is(strategy):
+@pytest.mark.parametrize("path", ["", "actor."])
+def test_a_peft_model_is_sent_merged_or_as_it_is(strategy, path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["0"], init_lora_weights=False)
     model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), config)
     scheme = ChannelWeightSyncScheme(strategy)
-    scheme.init_on_sender(model_id="policy", model=model)
+    whole_model = torch.nn.ModuleDict({"actor": model}) if path else model
+    scheme.init_on_sender(model_id="policy", model=whole_model)
     scheme.connect()
     with scheme.channel.handle.open() as reader, reader.lease() as lease:
         sent = dict(zip((e.name for e in reader.layout.stored), lease.views, strict=True))
         whole = model.state_dict()
         if strategy == "state_dict":
             whole = copy.deepcopy(model).merge_and_unload().state_dict()
-        assert sent.keys() == whole.keys()
-        assert all(torch.equal(sent[name], whole[name]) for name in sent)
+        assert sent.keys() == {path + name for name in whole}
+        assert all(torch.equal(sent[path + name], whole[name]) for name in whole)
     scheme.shutdown()
 
 

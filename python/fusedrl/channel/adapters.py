@@ -12,7 +12,7 @@ from torch import nn
 from fusedrl.compat.torch import buffers_of, children_of, parameters_of
 
 
-def loaded(module: str, name: str) -> tuple[type, ...]:
+def imported(module: str, name: str) -> tuple[type, ...]:
     """The class ``name`` of ``module`` for isinstance, or ``()`` if it was never imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return () if kind is None else (kind,)
@@ -32,27 +32,27 @@ def _adapts(kind: type[nn.Module]) -> bool:
         ("peft.tuners.tuners_utils", "BaseTunerLayer"),
         ("peft.utils.other", "AuxiliaryTrainingWrapper"),
     )
-    return any(issubclass(kind, loaded(home, name)) for home, name in homes)
+    return any(issubclass(kind, imported(home, name)) for home, name in homes)
 
 
 def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
     """The base module that ``module`` stands for, and the layer to merge into it, if any."""
     layer = None
     while _adapts(type(module)):
-        if isinstance(module, loaded("peft.peft_model", "PeftModel")):
+        if isinstance(module, imported("peft.peft_model", "PeftModel")):
             if any(config.is_prompt_learning for config in module.peft_config.values()):
                 raise TypeError(
                     f"weights: {name or 'the model'}: expected adapters that change weights, got "
                     "prompt learning; leave out merge_adapters"
                 )
             module = module.base_model
-        elif isinstance(module, loaded("peft.tuners.tuners_utils", "BaseTuner")):
+        elif isinstance(module, imported("peft.tuners.tuners_utils", "BaseTuner")):
             module = module.model
-        elif isinstance(module, loaded("peft.utils.other", "ModulesToSaveWrapper")):
+        elif isinstance(module, imported("peft.utils.other", "ModulesToSaveWrapper")):
             active = module.active_adapters[:1]
             copies = module.modules_to_save
             module = copies[active[0]] if active and active[0] in copies else module.original_module
-        elif isinstance(module, loaded("peft.utils.other", "AuxiliaryTrainingWrapper")):
+        elif isinstance(module, imported("peft.utils.other", "AuxiliaryTrainingWrapper")):
             module = module.token_adapter
         else:
             if set(module.active_adapters) - set(module.merged_adapters):

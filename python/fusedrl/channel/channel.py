@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from fusedrl import _host
 from fusedrl.channel.adapters import has_adapters
-from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.checks import MAX_VERSION, SLICE_S, count, seconds
 from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.follow import PUBLISHED
 from fusedrl.channel.layout import Layout
-from fusedrl.channel.memory import reserved
+from fusedrl.channel.memory import Closed, reserved
 from fusedrl.channel.ranks import Ranks, ranks_of
 from fusedrl.channel.reader import WeightHandle, WeightReader
 from fusedrl.channel.tensors import (
@@ -31,14 +31,12 @@ from fusedrl.channel.tensors import (
     weights_of,
 )
 
-SLICE_S = 0.02  # within which the death of a reader is noticed
-
 
 class ReaderInfo(NamedTuple):
     """A process that reads a channel, by its own ``pid``, with the versions that it has ``leased``.
 
-    It has ``applied`` the newest that it has computed with or loaded, ``None`` before the first. It
-    is not ``alive`` if it died without closing its reader, which is told once.
+    ``applied`` is the newest that any of its threads has leased, ``None`` before the first. It is
+    not ``alive`` if it died without closing its reader, which is told once.
     """
 
     pid: int
@@ -56,6 +54,15 @@ class Writing(_host.Write):
 
     __slots__ = ("views",)
     views: list[Tensor]
+
+    @property
+    def version(self) -> int:
+        """The number under which it will be published; it can only be raised."""
+        return super().version
+
+    @version.setter
+    def version(self, number: int) -> None:
+        _host.Write.version.__set__(self, count("version", number, self.version, MAX_VERSION))
 
 
 class WeightChannel:
@@ -90,10 +97,11 @@ class WeightChannel:
         # The template's weights, and where they lay.
         self._known: tuple[Any, dict[str, Weight], list[int]] = None, {}, []
         self._closed = False
+        self._end: Any = None
         if memory is not None:
             self._memory, self._end, session = memory
-            self.handle = WeightHandle(os.getpid(), self._end.fd(), session)
-            self.device = self._memory.device
+            self._handle = WeightHandle(os.getpid(), self._end.fd(), session)
+            self._device = self._memory.device
             flat = map(self._memory.slot, range(self._end.slot_count()))
             self._views = list(map(layout.views, flat))
             PUBLISHED[session] = self
@@ -145,7 +153,7 @@ class WeightChannel:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and castable(dtype)):
                 raise ValueError(
                     "dtype: expected a float of 16 bits or more such as torch.bfloat16, got "
-                    f"{dtype!r}; publish quantised tensors as they are, with their scales"
+                    f"{dtype!r}; pass such a torch.dtype, or None for the weights' own"
                 )
             if merge_adapters and not has_adapters(weights):
                 raise ValueError(
@@ -169,6 +177,25 @@ class WeightChannel:
             return cls(weights, layout, ranks, memory, timeout, rank_timeout)
 
     @property
+    def handle(self) -> WeightHandle:
+        """What processes of this machine open to read; ``RuntimeError`` on a rank without slots."""
+        self._require_slots()
+        return self._handle
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots lie; ``RuntimeError`` on a rank without slots."""
+        self._require_slots()
+        return self._device
+
+    def _require_slots(self) -> None:
+        if not self.holds:
+            raise RuntimeError(
+                "channel: expected one with slots, got that of a rank without; ask the rank whose "
+                "channel has holds=True"
+            )
+
+    @property
     def version(self) -> int | None:
         """The newest version that is published, ``None`` before the first."""
         last = self._end.version() if self.holds else self._last
@@ -186,8 +213,8 @@ class WeightChannel:
             weights: as for :meth:`create`; those that the channel was created with if ``None``.
             version: a number greater than the last one, which is returned; of ranks, the largest.
                 ``None`` counts one more, from 1, so that 0 can stand for a reader's own weights.
-            timeout: seconds to wait for a free slot; the channel's own if ``None``. A rank waits
-                for the others so much longer than ``rank_timeout``.
+            timeout: seconds to wait for a free slot; the channel's own if ``None``. Ranks wait so
+                much longer than ``rank_timeout`` for one that waits for a slot.
 
         Raises:
             ValueError: the weights have another layout (the message lists the differences), or the
@@ -196,15 +223,15 @@ class WeightChannel:
             RuntimeError: another rank had an error; nothing is published on any rank then.
         """
         with self._ranks.together() as ranks:
-            patience = self.rank_timeout + self._limit(timeout)
+            limit = self._limit(timeout)
             found = self._match(weights)
             nowhere = nullcontext(SimpleNamespace(version=self._next(version), views=None))
             with self.writing(version, timeout=timeout) if self.holds else nowhere as slot:
                 sharded = ranks.ranks and sum(is_dtensor(w.tensor) for w in found.values())
                 call = f"{self._call} of {sharded} sharded tensors"
-                slot.version = max(ranks.gather(call, slot.version, patience))
+                slot.version = max(ranks.gather(call, slot.version, self.rank_timeout, limit))
                 self.layout.write(found, slot.views)
-                ranks.outcome(call, patience)
+                ranks.outcome(call, self.rank_timeout + limit)
             self._last = slot.version
             return slot.version
 
@@ -231,6 +258,7 @@ class WeightChannel:
         current when the block begins: its end waits for that one. Arguments and errors are those of
         :meth:`publish`.
         """
+        self._require_slots()
         limit = self._limit(timeout)
         for _ in self._looks(limit):
             writing = Writing(self._end)
@@ -281,6 +309,7 @@ class WeightChannel:
 
         A death is not told of if more than ``max_readers`` have opened the channel since.
         """
+        self._require_slots()
         return [
             ReaderInfo(pid, alive, tuple(leased), None if applied < 0 else applied)
             for pid, alive, leased, applied in self._end.readers(forget_dead=True)
@@ -292,11 +321,10 @@ class WeightChannel:
         On a GPU it waits for at most ``timeout`` seconds for readers in other processes. Memory
         that they still use after that is not freed before this process ends.
         """
-        if not self.holds:
+        if not self.holds or self._closed or self._handle.pid != os.getpid():
             return
         self._end.finish()
-        is_open = not self._closed and self.handle.pid == os.getpid()
-        if isinstance(self._memory, CudaMemory) and is_open:
+        if isinstance(self._memory, CudaMemory):
             others: set[int] = set()
             for _ in self._looks(timeout):
                 readers = self._end.readers(forget_dead=False)
@@ -304,8 +332,9 @@ class WeightChannel:
                 if not others:
                     break
             self._memory.close(sorted(others))
-        self._closed = True
+        self._memory, self._views = None, []  # nothing of this keeps the memory
         self._end.close()
+        self._end, self._closed = Closed(self._end.version()), True
 
     def __enter__(self) -> WeightChannel:
         """The channel."""

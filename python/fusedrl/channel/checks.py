@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numbers import Real
 
+SLICE_S = 0.02  # of a wait, within which a signal, or the death of the other end, is noticed
 MAX_VERSION = 2**55 - 1  # version and slot share eight bytes, of which the slot has one
 
 

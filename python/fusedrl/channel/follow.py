@@ -61,7 +61,9 @@ class Target:
         for part in parts:  # which grow; in half the time of weights_in(), as each call asks
             parts += [child for child in children_of(part).values() if child is not None]
         homes = map(parameters_of, parts)
-        return self._places(p for home in homes for p in home.values() if p is not None) == self._left
+        return (
+            self._places(p for home in homes for p in home.values() if p is not None) == self._left
+        )
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor], lease: Any = None) -> None:
@@ -240,10 +242,11 @@ class Follower:
             finally:
                 running = None  # which the traceback of an interrupt would keep
 
-    def load(self, timeout: float | None = None) -> int:
-        """Load the newest version, unless a call runs, and hold it until the next begins.
+    def load(self, timeout: float | None = None) -> int | None:
+        """Load the newest version, and hold it until the next call begins.
 
-        It waits for the first version, and fails, as :meth:`WeightReader.lease` does.
+        It waits for the first version, and fails, as :meth:`WeightReader.lease` does. If a call
+        runs, its version stays, which is ``None`` if it began before the first.
         """
         self.reader.wait_for(0, timeout)
         self._loaded = call = self.call()
@@ -278,7 +281,7 @@ class ModuleFollower(Follower):
         # An interrupt at any point leaves what the next call begins with: another load of all.
         lease = self.reader.lease()
         try:
-            # A parameter that was replaced gets the version back, lest it is computed with under it.
+            # If a parameter was replaced, it is not the version any more.
             if lease.version != self.version or not self.target.is_as_loaded():
                 self.target.load(lease.views, lease if self.between_calls else None)
                 self.version = lease.version

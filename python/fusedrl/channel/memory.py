@@ -21,21 +21,36 @@ class HostMemory:
     manifest: ClassVar = {"kind": "host"}
     device: torch.device = torch.device("cpu")
 
-    def __init__(self, end: _host.Publisher | _host.Reader, nbytes: int) -> None:
-        self._end, self._nbytes = end, nbytes
+    def __init__(self, end: Any, nbytes: int) -> None:
+        self._end: Any = end
+        self._nbytes = nbytes
 
     def slot(self, index: int) -> Tensor:
         """The bytes of a slot, mapped until the last view is freed."""
         return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes))
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Nothing to do: what is mapped lives on."""
+        """Leave the memory to the tensors over it."""
+        self._end = None
 
 
 Memory = HostMemory | CudaMemory
 
 
-def described(manifest: bytes) -> tuple[Layout, float, dict[str, Any]]:
+class Closed:
+    """What is left of an end that is closed, in its place: the end itself keeps memory mapped."""
+
+    def __init__(self, version: int) -> None:
+        self.version, self.is_open = lambda: version, lambda: False
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise ``RuntimeError`` for all other methods."""
+        raise RuntimeError(
+            "weight channel: expected an open one, got one that is closed; make or open another"
+        )
+
+
+def read_manifest(manifest: bytes) -> tuple[Layout, float, dict[str, Any]]:
     """What a channel's memory says of it: its layout, its timeout, and how its slots are opened."""
     layout, timeout, memory = json.loads(manifest)
     return Layout.from_json(layout), timeout, memory
@@ -58,8 +73,8 @@ def reserved(
     except (OSError, RuntimeError) as error:
         raise RuntimeError(
             f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "
-            f"'{getattr(error, 'strerror', None) or error}'; take fewer slots than {slots} or half "
-            "the width (dtype=torch.bfloat16), or raise the limit (ulimit -n of open files; ulimit "
-            "-v, or a container's, of memory)"
+            f"'{getattr(error, 'strerror', None) or error}'; take fewer slots, down to 2, or "
+            "half the width (dtype=torch.bfloat16), or raise the limit (ulimit -n of open files; "
+            "ulimit -v, or a container's, of memory)"
         ) from error
     return memory or HostMemory(end, size), end, session

@@ -17,11 +17,12 @@ from fusedrl.channel.tensors import Weight, is_dtensor
 from fusedrl.compat.torch import store_of_ranks
 
 PAUSE_S = 0.002  # between two looks at the store
+_CAME = "came"  # what a rank says in a round until it has brought something
 
 
 @contextmanager
 def interrupted_later() -> Iterator[None]:
-    """Let Ctrl-C take effect after the block, in which other ranks wait for this one."""
+    """Let Ctrl-C on the main thread take effect after the block, which is done as a whole."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
@@ -84,6 +85,7 @@ class Ranks:
             return
         with interrupted_later(), self._calls:
             try:
+                self._store.set(f"{self.round} of {self._rank}", _CAME)
                 yield self
             except BaseException as error:
                 kind = "TimeoutError" if isinstance(error, TimeoutError) else "RuntimeError"
@@ -97,8 +99,10 @@ class Ranks:
                 self.round += 1
                 raise
 
-    def gather(self, call: str, value: Any, patience: float) -> list[Any]:
+    def gather(self, call: str, value: Any, patience: float, longer: float = 0.0) -> list[Any]:
         """Wait until every rank makes the same call, and return the values of all, in JSON's types.
+
+        It waits so much ``longer`` for ranks that are in the block already.
 
         Raises:
             TimeoutError, RuntimeError: ranks did not come for ``patience`` seconds, or one failed.
@@ -114,16 +118,18 @@ class Ranks:
             last = self.round - 1  # which nobody looks at any more
             for old in (f"{last}", f"{last} came", *(f"{last} of {rank}" for rank in self.ranks)):
                 self._store.delete_key(old)
-        deadline = time.monotonic() + patience
+        began = time.monotonic()
         while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                late = [str(r) for r, each in brought.items() if not self._store.check([each])]
-                self._settle(
-                    f"ranks: expected all of {list(self.ranks)} to make this call within "
-                    f"{patience} s, got none by rank {', '.join(late)}; make it on every rank, or "
-                    "raise rank_timeout",
-                    "TimeoutError",
-                )
+            if (waited := time.monotonic() - began) > patience:
+                wanting = (None, _CAME) if (is_over := waited > patience + longer) else (None,)
+                late = [str(rank) for rank in self.ranks if self._said(rank) in wanting]
+                if late or is_over:
+                    self._settle(
+                        f"ranks: expected all of {list(self.ranks)} to make this call within "
+                        f"{patience} s, got none by rank {', '.join(late)}; make it on every rank, "
+                        "or raise rank_timeout",
+                        "TimeoutError",
+                    )
             time.sleep(PAUSE_S)
         error, value = json.loads(self._store.get(key))
         if error is not None:
@@ -141,6 +147,10 @@ class Ranks:
     def outcome(self, call: str, patience: float) -> None:
         """Wait until every rank has done its part of a call; errors are those of :meth:`gather`."""
         self.gather(f"end of {call}", None, patience)
+
+    def _said(self, rank: int) -> str | None:
+        key = f"{self.round} of {rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _settle(self, value: Any, error: str | None = None) -> bool:
         """Give the round its outcome if it has none, and return whether that is an error."""

@@ -13,13 +13,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from fusedrl import _host
-from fusedrl.channel.checks import MAX_VERSION, count, seconds
+from fusedrl.channel.checks import MAX_VERSION, SLICE_S, count, seconds
 from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target, followers_of
-from fusedrl.channel.memory import HostMemory, Memory, described
+from fusedrl.channel.memory import Closed, HostMemory, Memory, read_manifest
 
-# Seconds within which a signal, or the end of the publisher, is noticed.
-SLICE_S = 0.05
 _Tensors = tuple[Tensor, int, list[Tensor], TensorDict]  # a slot, its address, views of it
 # What load_into() has loaded, by each part of it: parameters may outlive a wrapper around them. A
 # module that ends is forgotten in C, where no interrupt is lost.
@@ -103,14 +101,15 @@ class WeightReader:
     """Reads complete versions of a channel's weights. :meth:`WeightHandle.open` makes one.
 
     Threads may share a reader. A forked child may not: it opens the handle again. ``applied`` is
-    the version that :meth:`load_into` loaded last.
+    the version that :meth:`load_into` has loaded last; what the publisher sees as
+    :attr:`ReaderInfo.applied` is the newest that was leased.
     """
 
     def __init__(self, end: _host.Reader, session: str) -> None:
-        self.layout, self._timeout, memory = described(end.manifest())
+        self.layout, self._timeout, memory = read_manifest(end.manifest())
         if not faulthandler.is_enabled():  # shows what has written to memory that is read-only
             faulthandler.enable(file=2)
-        self._end = end
+        self._end: Any = end
         self.session = session
         self.on_gpu = memory["kind"] == "cuda"
         self.memory: Memory = (
@@ -172,14 +171,22 @@ class WeightReader:
         if isinstance(self.memory, CudaMemory):
             self.memory.refuse_capture()
         self.wait_for(0 if min_version is None else min_version, timeout)
-        while not (lease := Lease(self._end)).held:
-            pass  # the publisher has published another meanwhile
+        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        deadline = time.monotonic() + max(limit, SLICE_S)
+        while not (lease := Lease(self._end)).held:  # it has published another meanwhile
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"timeout: expected to lease the newest version within {limit} s, got another "
+                    "one at each attempt; publish less often, or raise timeout"
+                )
         lease.reader = self
         if isinstance(self.memory, CudaMemory):
             lease.before_release = self.memory.give_back
         return lease
 
-    def follow(self, module: nn.Module, mode: str = "alias", between_calls: bool = False) -> Follower:
+    def follow(
+        self, module: nn.Module, mode: str = "alias", between_calls: bool = False
+    ) -> Follower:
         """Keep a module at the newest version, between its calls and never during one.
 
         ``with follower.call() as version:`` encloses a call. The module's ``state_dict()`` returns
@@ -265,8 +272,9 @@ class WeightReader:
                     target.own()
             if isinstance(self.memory, CudaMemory) and self._end.leases():
                 self.memory.synchronize()
-            self._end.close()
             self.memory.close()
+            self._end.close()
+            self._end, self._slots = Closed(self._end.version()), {}
 
     def __enter__(self) -> WeightReader:
         """The reader."""

@@ -290,8 +290,8 @@ def weights_in(
 def _traits(kind: type[nn.Module]) -> list[bool]:
     """Whether modules are of FSDP's first version, of its second, and around a parallel module."""
     fsdp, parallel = "torch.distributed.fsdp", (nn.DataParallel, DistributedDataParallel)
-    first = issubclass(kind, adapters.loaded(fsdp, "FullyShardedDataParallel"))
-    second = issubclass(kind, adapters.loaded(fsdp, "FSDPModule"))
+    first = issubclass(kind, adapters.imported(fsdp, "FullyShardedDataParallel"))
+    second = issubclass(kind, adapters.imported(fsdp, "FSDPModule"))
     return [first, second, issubclass(kind, parallel)]
 
 

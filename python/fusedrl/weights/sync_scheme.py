@@ -19,6 +19,7 @@ from torchrl.weight_update import TransportBackend, WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
 from fusedrl.channel import WeightChannel, WeightHandle
+from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.follow import Follower
 from fusedrl.channel.tensors import weights_in
@@ -156,7 +157,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             source = module_of(source)
             unsaved = [weight for weight in weights_in(source) if not weight.saved]
             self.buffers = {weight.name: weight.tensor.detach().clone() for weight in unsaved}
-        merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
+        merges = self.strategy_str == "state_dict" and has_adapters(source)
         channel = self._create(source, merge_adapters=merges)
         self._channel, self._handle, self._ends = channel, channel.handle, ExitStack()
         self._ends.callback(channel.close)
