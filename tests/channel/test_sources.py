@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fusedrl import VanillaLocalWeightUpdater
-from fusedrl.channel.follow import Target
 from fusedrl.channel.layout import Layout
 from fusedrl.channel.tensors import weights_of
 
 from .test_layout import values_of
+from .test_loading import target_of
 
 peft = pytest.importorskip("peft")
 
@@ -111,7 +111,7 @@ def test_fully_sharded_weights_are_made_whole(group):
     assert equal(values(model), expected)
     assert equal(values(model.state_dict()), expected)
     with pytest.raises(TypeError, match=r"module: 0.weight: .* got a DTensor"):
-        Target(model, layout, "copy", "")
+        target_of(model, layout, "copy")
 
 
 def test_weights_that_cannot_be_made_whole_are_refused(group):
@@ -303,13 +303,13 @@ def test_merged_weights_load_into_the_plain_model_and_not_into_the_adapted():
     views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
     torch._foreach_copy_(views, values_of(layout, model))
     reader = copy.deepcopy(model_of("qwen2"))
-    Target(reader, layout, "alias", "").load(views)
+    target_of(reader, layout, "alias").load(views)
     tokens = torch.arange(8)[None]
     torch.testing.assert_close(
         reader.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-4
     )
     with pytest.raises(ValueError, match="module: expected a model without adapters"):
-        Target(model, layout, "copy", "")
+        target_of(model, layout, "copy")
     again = values_of(layout, unloaded(model))
     assert all(torch.equal(a, b) for a, b in zip(again, views, strict=True))
 

@@ -38,22 +38,19 @@ class Target:
     A ``TypeError`` or ``ValueError`` about it comes before anything changes.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, mode: str, session: str) -> None:
+    def __init__(self, module: nn.Module, reader: Any, mode: str) -> None:
         if mode not in ("alias", "copy"):
             raise ValueError(
                 f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
                 "keeps the addresses of the parameters"
             )
-        self.layout, self.mode, self.module = layout, mode, weakref.ref(module)
-        self._session, self.freezes = session, mode == "alias"
+        self.layout: Layout = reader.layout
+        self.mode, self.module = mode, weakref.ref(module)
+        self._session, self._device = reader.session, reader.device
+        self.freezes = mode == "alias"
         self._held: Any = None  # the lease of what parameters lie in
-        self._left: dict[int, Any] | None = None  # where load() has left the parameters, if it has
+        self.left: dict[int, Any] | None = None  # where load() has left the tensors, if it has
         self._plan(weights_in(module))
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether a load has ended, and its version is not taken off again."""
-        return self._left is not None
 
     def is_as_loaded(self) -> bool:
         """Whether no parameter was replaced, or got other memory, since the last load."""
@@ -61,9 +58,7 @@ class Target:
         for part in parts:  # which grow; in half the time of weights_in(), as each call asks
             parts += [child for child in children_of(part).values() if child is not None]
         homes = map(parameters_of, parts)
-        return (
-            self._places(p for home in homes for p in home.values() if p is not None) == self._left
-        )
+        return self._stay(p for home in homes for p in home.values() if p is not None)
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor], lease: Any = None) -> None:
@@ -72,73 +67,10 @@ class Target:
         By alias, they become the memory of its parameters, which then require no gradients, and a
         ``lease`` is shared as long. Buffers are copied, because a forward pass may write to them.
         """
-        found, left, is_copy = weights_in(self.module()), self._left, self.mode == "copy"
-        is_known = tensors.facts(found) == self._facts and self._addresses() == self._memory
-        stays = is_known and is_copy and self._places(self.parameters.values()) == left
-        if not is_known or (is_copy and not stays):
+        found, left = weights_in(self.module()), self.left
+        stays = tensors.facts(found) == self._facts and self._stay(self._copied.values())
+        if not stays:
             self._plan(found)
-        self._check(views)
-        memory = self._of(views, self.parameters)
-        if self.mode == "alias":
-            differences = [
-                f"{n}: expected {described(v)} on {v.device}, got {described(p)} on {p.device}"
-                for (n, p), v in zip(self.parameters.items(), memory, strict=True)
-                if p.dtype != v.dtype or p.device != v.device
-            ]
-            remedy = "make it of the channel's dtype and device, or load with mode='copy'"
-            refuse_differences("module", differences, remedy)
-        elif not stays:
-            self.own(torch.empty_like)
-        if self.freezes:
-            self.freeze()
-        self._left = None
-        copy_all([*self._copied.values()], self._of(views, self._copied))
-        if self.mode == "alias":
-            # One storage for all. It is forgotten in C, where no interrupt is lost.
-            _LENT.add(weakref.ref(views[0].untyped_storage(), _LENT.discard))
-            self._held = self._held, lease and Lease(of=lease)  # an interrupt leaves both
-            # In C, too: an interrupt comes before the first or behind the last.
-            list(map(setattr, self.parameters.values(), repeat("data"), memory))
-            self._held = self._held[1]
-        self._left = left if stays else self._places(self.parameters.values())
-
-    def freeze(self) -> None:
-        """Let no parameter require gradients."""
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                parameter.requires_grad_(False)
-
-    def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
-        """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
-        self._left = None
-        storages = map(Tensor.untyped_storage, self.parameters.values())
-        if _LENT and not _LENT.isdisjoint(map(weakref.ref, storages)):
-            with torch.inference_mode(False):  # tensors made in that mode could not be trained
-                for parameter in self.parameters.values():
-                    if weakref.ref(parameter.untyped_storage()) in _LENT:
-                        parameter.data = copied(parameter.data)
-        self._held = None
-
-    def _of(self, views: Sequence[Tensor], names: Iterable[str]) -> list[Tensor]:
-        return [views[self.layout.view_of[name]] for name in names]
-
-    def _places(self, parameters: Iterable[Tensor]) -> dict[int, Any]:
-        """Where they lie. Memory of their own may be freed, and be that of others then."""
-        if self.mode == "alias":
-            return {id(p): p.data_ptr() for p in parameters}
-        return {id(p): (p.data_ptr(), weakref.ref(p.untyped_storage())) for p in parameters}
-
-    def _addresses(self) -> list[int]:
-        """Of what is copied into, as its memory may be freed."""
-        return [tensor.data_ptr() for tensor in self._copied.values()]
-
-    def _check(self, views: Sequence[Tensor]) -> None:
-        """Refuse what depends on the values, or on where this is called."""
-        if self._inference and (self.mode == "alias" or not torch.is_inference_mode_enabled()):
-            raise ValueError(
-                f"module: {self._inference[0]}: expected a tensor that can be written, got one of "
-                "inference mode; make the module outside of torch.inference_mode()"
-            )
         differences = [
             f"{name}: expected the values of {first}, since the module has one tensor for both, "
             "got others"
@@ -147,6 +79,52 @@ class Target:
         ]
         remedy = "publish weights that are tied, or load into a model that is not"
         refuse_differences("module", differences, remedy)
+        if self.freezes:
+            self.freeze()
+        if self.mode == "copy" and not stays:
+            self.own(torch.empty_like)
+        self.left = None
+        copy_all([*self._copied.values()], self._of(views, self._copied))
+        if self.mode == "alias":
+            # One storage for all. It is forgotten in C, where no interrupt is lost.
+            _LENT.add(weakref.ref(views[0].untyped_storage(), _LENT.discard))
+            self._held = self._held, lease and Lease(of=lease)  # an interrupt leaves both
+            # In C, too: an interrupt comes before the first or behind the last.
+            memory = self._of(views, self.parameters)
+            list(map(setattr, self.parameters.values(), repeat("data"), memory))
+            self._held = self._held[1]
+        if not stays or self.mode == "alias":
+            loaded = self.parameters | self._copied
+            left = {id(tensor): self._place(tensor) for tensor in loaded.values()}
+        self.left = left
+
+    def freeze(self) -> None:
+        """Let no parameter require gradients."""
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(False)
+
+    def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
+        self.left = None
+        storages = map(Tensor.untyped_storage, self.parameters.values())
+        if _LENT and not _LENT.isdisjoint(map(weakref.ref, storages)):
+            with torch.inference_mode(False):  # tensors made in that mode could not be trained
+                for parameter in self.parameters.values():
+                    if weakref.ref(parameter.untyped_storage()) in _LENT:
+                        parameter.data = copied(parameter.data)
+        self._held = None
+
+    def _of(self, views: Sequence[Any], names: Iterable[str]) -> list[Any]:
+        return [views[self.layout.view_of[name]] for name in names]
+
+    def _stay(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors are where load() has left them."""
+        left = self.left
+        return left is not None and all(left.get(id(t)) == self._place(t) for t in tensors)
+
+    def _place(self, tensor: Tensor) -> tuple[int, Any]:
+        # Memory of its own may be freed, and that of another tensor then.
+        return tensor.data_ptr(), self.mode == "copy" and weakref.ref(tensor.untyped_storage())
 
     def _plan(self, found: Sequence[Weight]) -> None:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
@@ -173,11 +151,20 @@ class Target:
             first = first_of.setdefault(weight.identity(), weight.name)
             if (other := layout.view_of[first]) != index:
                 ties.append((weight.name, index, first, other, weight.tensor.dtype))
-        self.parameters = {w.name: w.tensor for w in loaded if w.kind == "parameter"}
+        parameters = {w.name: w.tensor for w in loaded if w.kind == "parameter"}
+        if self.mode == "alias":
+            memory = self._of(layout.stored, parameters)
+            differences = [
+                f"{n}: expected {described(m)} on {self._device}, got {described(p)} on {p.device}"
+                for (n, p), m in zip(parameters.items(), memory, strict=True)
+                if p.dtype != m.dtype or p.device != self._device
+            ]
+            remedy = "make it of the channel's dtype and device, or load with mode='copy'"
+            refuse_differences("module", differences, remedy)
+        self.parameters = parameters
         copied = [w for w in loaded if self.mode == "copy" or w.kind != "parameter"]
         self._copied = {w.name: w.tensor for w in copied}
-        self._inference = [weight.name for weight in loaded if weight.tensor.is_inference()]
-        self._ties, self._facts, self._memory = ties, tensors.facts(found), self._addresses()
+        self._ties, self._facts = ties, tensors.facts(found)
 
     def _refuse_others(self, found: Sequence[Weight]) -> None:
         """Refuse parameters that something else of this process writes to."""
@@ -262,7 +249,7 @@ class ModuleFollower(Follower):
     def __init__(self, reader: Any, module: nn.Module, mode: str, between_calls: bool) -> None:
         super().__init__(reader, module)
         self.mode, self.between_calls = mode, between_calls
-        self.target = Target(module, reader.layout, mode, reader.session)
+        self.target = Target(module, reader, mode)
         self._warned, self.target.freezes = False, True
         self.target.freeze()
         take = _Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
@@ -314,7 +301,7 @@ class ModuleFollower(Follower):
         """Give the module memory of its own to write to; the next call loads all again."""
         self.reader.require_open()
         with self._lock:
-            if self.target.is_loaded:
+            if self.target.left is not None:
                 # What is not held may be gone.
                 is_held = self.between_calls or self.mode == "copy"
                 with nullcontext() if is_held else self.call():

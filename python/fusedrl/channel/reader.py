@@ -246,7 +246,7 @@ class WeightReader:
             wanted = id(module), id(self.layout), mode
             known = target and (id(target.module()), id(target.layout), target.mode)
             if not target or known != wanted or followers_of(module):  # which it refuses
-                target = Target(module, self.layout, mode, self.session)
+                target = Target(module, self, mode)
                 parts = [weakref.ref(part, _LOADED.pop) for part in module.modules()]
                 for former in {_LOADED[part] for part in parts if part in _LOADED}:
                     former.own()
