@@ -183,6 +183,11 @@ def test_a_parameter_that_is_replaced_gets_the_version_back_at_the_next_call(fol
         with follower.call() as version:
             assert version == 1 and content(model) == {1}
         assert not any(p.requires_grad for p in model.parameters())
+    model[0].weight = nn.Parameter(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"got float32 \(3, 2\)"):
+        follower.call()
+    follower.reader.close()
+    assert not follower.reader.is_open
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])

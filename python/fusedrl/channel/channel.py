@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedrl import _host
-from fusedrl.channel.adapters import has_adapters
 from fusedrl.channel.checks import MAX_VERSION, SLICE_S, count, seconds
 from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.follow import PUBLISHED
@@ -94,8 +93,7 @@ class WeightChannel:
         self._ranks = ranks
         self._call = f"publish in channel {ranks.round}"  # of those that these ranks have created
         self._last = -1  # the version that a rank without slots has taken part in
-        # The template's weights, and where they lay.
-        self._known: tuple[Any, dict[str, Weight], list[int]] = None, {}, []
+        self._known: tuple[Any, dict[str, Weight]] = None, {}  # the template's weights
         self._closed = False
         self._end: Any = None
         if memory is not None:
@@ -154,11 +152,6 @@ class WeightChannel:
                 raise ValueError(
                     "dtype: expected a float of 16 bits or more such as torch.bfloat16, got "
                     f"{dtype!r}; pass such a torch.dtype, or None for the weights' own"
-                )
-            if merge_adapters and not has_adapters(weights):
-                raise ValueError(
-                    f"merge_adapters: expected a peft model, got {type(weights).__name__} without "
-                    "adapters; pass the model, or leave merge_adapters out"
                 )
             count("max_readers", max_readers, 1, 4096)
             timeout = seconds("timeout", timeout)
@@ -241,12 +234,14 @@ class WeightChannel:
         if model is not self.template or self.layout.merged or not isinstance(model, nn.Module):
             return self.layout.match(model)
         walked = weights_in(model)
-        now, (before, found, addresses) = facts(walked), self._known
-        if now != before or _addresses(found) != addresses:  # memory may be freed
+        # Memory may be freed, or be another one.
+        places = [part_of_rank(weight.tensor).data_ptr() for weight in walked if weight.saved]
+        now, (before, found) = (facts(walked), places), self._known
+        if now != before:
             found = self.layout.match(model)
             # Names that the layout ties may be two tensors, whose values can differ at any time.
             alone = len({id(w.tensor) for w in walked if w.saved}) == len(found)
-            self._known = now if alone else None, found, _addresses(found)
+            self._known = now if alone else None, found
         return found
 
     def writing(self, version: int | None = None, *, timeout: float | None = None) -> Writing:
@@ -345,7 +340,3 @@ class WeightChannel:
         self.close()
 
     __reduce__ = WeightReader.__reduce__
-
-
-def _addresses(found: dict[str, Weight]) -> list[int]:
-    return [part_of_rank(weight.tensor).data_ptr() for weight in found.values()]

@@ -9,12 +9,7 @@ MAX_VERSION = 2**55 - 1  # version and slot share eight bytes, of which the slot
 
 
 def seconds(name: str, value: float) -> float:
-    """Check a number of seconds, and return it as a float.
-
-    Raises:
-        TypeError: ``value`` is not a number.
-        ValueError: ``value`` is negative or not finite.
-    """
+    """Check a number of seconds, and return it as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name}: expected a number of seconds, got {type(value).__name__}; pass an int or a "
@@ -29,12 +24,7 @@ def seconds(name: str, value: float) -> float:
 
 
 def count(name: str, value: int, low: int, high: int) -> int:
-    """Check an integer from ``low`` to ``high``, and return it.
-
-    Raises:
-        TypeError: ``value`` is not an integer.
-        ValueError: ``value`` is out of range.
-    """
+    """Check an integer from ``low`` to ``high``, and return it."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f"{name}: expected an int, got {type(value).__name__}; convert it with int()"

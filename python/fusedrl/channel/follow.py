@@ -302,9 +302,12 @@ class ModuleFollower(Follower):
         self.reader.require_open()
         with self._lock:
             if self.target.left is not None:
-                # What is not held may be gone.
                 is_held = self.between_calls or self.mode == "copy"
-                with nullcontext() if is_held else self.call():
+                try:
+                    call = nullcontext() if is_held else self.call()  # else it may be overwritten
+                except (TypeError, ValueError):  # the module has changed, and no version fits it
+                    call = nullcontext()
+                with call:
                     self.target.own()
 
     def close(self, detach: bool = True) -> None:

@@ -54,15 +54,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes, dtypes and offsets of weights in flat memory; tied names share one offset.
-
-    Example:
-        >>> import torch
-        >>> from fusedrl.channel.layout import Layout
-        >>> layout = Layout.of(torch.nn.Linear(3, 2))
-        >>> [(entry.name, entry.offset) for entry in layout.entries], layout.nbytes
-        ([('weight', 0), ('bias', 64)], 4096)
-    """
+    """Names, shapes, dtypes and offsets of weights in flat memory; tied names share one offset."""
 
     entries: tuple[Entry, ...]  # tied ones after the one that they are tied to
     merged: bool = False  # whether a peft model's adapters are merged into the weights
@@ -72,12 +64,7 @@ class Layout:
     def of(
         cls, weights: Any, dtype: torch.dtype | None = None, merge_adapters: bool = False
     ) -> Layout:
-        """The layout of weights, with floats of ``dtype``; their values are not read.
-
-        Raises:
-            TypeError: weights of another type, or an entry that is no plain tensor.
-            ValueError: no entries; names that cannot be nested; floats that cannot be cast.
-        """
+        """The layout of weights, with floats of ``dtype``; their values are not read."""
         found = weights_of(weights, merge_adapters)
         entries: dict[str, Entry] = {}
         first_of: dict[tuple[Any, ...], str] = {}
@@ -163,9 +150,6 @@ class Layout:
         names is enough; those that are separate tensors are read, and have to be equal. ``partial``
         weights may lack entries; only buffers if they have another path, as a part of such weights
         might mean another part of the model.
-
-        Raises:
-            TypeError, ValueError: no plain tensor; differences, which the message lists.
         """
         found = weights_of(weights, self.merged)
         off, on = read_as(found, {*self.view_of, *self.transient})

@@ -102,11 +102,7 @@ class Ranks:
     def gather(self, call: str, value: Any, patience: float, longer: float = 0.0) -> list[Any]:
         """Wait until every rank makes the same call, and return the values of all, in JSON's types.
 
-        It waits so much ``longer`` for ranks that are in the block already.
-
-        Raises:
-            TimeoutError, RuntimeError: ranks did not come for ``patience`` seconds, or one failed.
-            ValueError: another rank makes another call.
+        It waits for ``patience`` seconds, and so much ``longer`` for ranks that are in the block.
         """
         if len(self.ranks) < 2:
             return [value]

@@ -13,7 +13,6 @@ import torch
 from tensordict import MemoryMappedTensor, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from fusedrl import _host
 from fusedrl.channel import adapters
@@ -74,8 +73,6 @@ def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
     expected, got, remedy = "a dense tensor with values of its own", None, ""
     if not isinstance(local, Tensor):
         got, remedy = type(local).__name__, "leave it out of the weights"
-    elif is_lazy(local):
-        got, remedy = "a lazy parameter", "run the module once first"
     elif getattr(local, "ds_numel", local.numel()) != local.numel():
         got = "a shard of DeepSpeed's ZeRO-3"
         remedy = "use it within deepspeed.zero.GatheredParameters"
@@ -214,10 +211,6 @@ def weights_of(source: Any, merge: bool = False) -> dict[str, Weight]:
     Nested names are joined by dots, and those of torch's wrappers are left out. Buffers that are
     not saved are there too, and what is no tensor. With ``merge``, a peft model has the weights of
     its base model, with the active adapters merged in, and does not change itself.
-
-    Raises:
-        TypeError: another source, or a module with :func:`other state <refuse_other_state>`.
-        ValueError: two entries have one name.
     """
     if isinstance(source, (TensorDictBase, Mapping)):  # TensorDictParams are a module too
         found = list(_entries_of(source, ""))
