@@ -94,7 +94,6 @@ class WeightChannel:
         self._call = f"publish in channel {ranks.round}"  # of those that these ranks have created
         self._last = -1  # the version that a rank without slots has taken part in
         self._known: tuple[Any, dict[str, Weight]] = None, {}  # the template's weights
-        self._closed = False
         self._end: Any = None
         if memory is not None:
             self._memory, self._end, session = memory
@@ -216,7 +215,7 @@ class WeightChannel:
             RuntimeError: another rank had an error; nothing is published on any rank then.
         """
         with self._ranks.together() as ranks:
-            limit = self._limit(timeout)
+            limit = seconds("timeout", timeout, self._timeout)
             found = self._match(weights)
             nowhere = nullcontext(SimpleNamespace(version=self._next(version), views=None))
             with self.writing(version, timeout=timeout) if self.holds else nowhere as slot:
@@ -254,7 +253,7 @@ class WeightChannel:
         :meth:`publish`.
         """
         self._require_slots()
-        limit = self._limit(timeout)
+        limit = seconds("timeout", timeout, self._timeout)
         for _ in self._looks(limit):
             writing = Writing(self._end)
             try:
@@ -275,9 +274,6 @@ class WeightChannel:
             f"{'; '.join(held) or 'readers have just released them'}; publish after the block, "
             "release leases, or create the channel with more slots"
         )
-
-    def _limit(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else seconds("timeout", timeout)
 
     def _looks(self, limit: float) -> Iterator[None]:
         """The times to look at the readers within some seconds: now, and whenever one moves."""
@@ -316,7 +312,8 @@ class WeightChannel:
         On a GPU it waits for at most ``timeout`` seconds for readers in other processes. Memory
         that they still use after that is not freed before this process ends.
         """
-        if not self.holds or self._closed or self._handle.pid != os.getpid():
+        is_closed = not self.holds or isinstance(self._end, Closed)
+        if is_closed or self._handle.pid != os.getpid():
             return
         self._end.finish()
         if isinstance(self._memory, CudaMemory):
@@ -329,7 +326,7 @@ class WeightChannel:
             self._memory.close(sorted(others))
         self._memory, self._views = None, []  # nothing of this keeps the memory
         self._end.close()
-        self._end, self._closed = Closed(self._end.version()), True
+        self._end = Closed(self._end.version())
 
     def __enter__(self) -> WeightChannel:
         """The channel."""

@@ -8,8 +8,9 @@ SLICE_S = 0.02  # of a wait, within which a signal, or the death of the other en
 MAX_VERSION = 2**55 - 1  # version and slot share eight bytes, of which the slot has one
 
 
-def seconds(name: str, value: float) -> float:
-    """Check a number of seconds, and return it as a float."""
+def seconds(name: str, value: float | None, default: float | None = None) -> float:
+    """Check a number of seconds, and return it as a float; ``None`` stands for ``default``."""
+    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name}: expected a number of seconds, got {type(value).__name__}; pass an int or a "

@@ -144,7 +144,7 @@ class WeightReader:
             RuntimeError: the publisher has ended; the message names its process id.
         """
         count("version", version, 0, MAX_VERSION)
-        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        limit = seconds("timeout", timeout, self._timeout)
         deadline = time.monotonic() + limit
         while (newest := self._end.version()) < version:
             ended, remaining = self._end.ended(), deadline - time.monotonic()
@@ -171,7 +171,7 @@ class WeightReader:
         if isinstance(self.memory, CudaMemory):
             self.memory.refuse_capture()
         self.wait_for(0 if min_version is None else min_version, timeout)
-        limit = self._timeout if timeout is None else seconds("timeout", timeout)
+        limit = seconds("timeout", timeout, self._timeout)
         deadline = time.monotonic() + max(limit, SLICE_S)
         while not (lease := Lease(self._end)).held:  # it has published another meanwhile
             if time.monotonic() > deadline:
@@ -191,7 +191,7 @@ class WeightReader:
 
         ``with follower.call() as version:`` encloses a call. The module's ``state_dict()`` returns
         copies, and its parameters require no gradients: training would change what a version stands
-        for. A second call returns the same follower.
+        for. Those that are replaced get the version back. A second call returns the same follower.
 
         Args:
             module, mode: as for :meth:`load_into`.
@@ -233,8 +233,8 @@ class WeightReader:
             min_version, timeout: as for :meth:`lease`.
 
         Raises:
-            TypeError, ValueError: the module does not fit, or follows a channel; it keeps the
-                version that it has.
+            TypeError, ValueError: the module does not fit, follows a channel, or is what this
+                process publishes in this one; it keeps the version that it has.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         self.require_open()
@@ -242,10 +242,9 @@ class WeightReader:
         # Threads load one after the other, none an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
             target = _LOADED.get(weakref.ref(module))
-            # By identity: layouts of two readers may be equal.
-            wanted = id(module), id(self.layout), mode
-            known = target and (id(target.module()), id(target.layout), target.mode)
-            if not target or known != wanted or followers_of(module):  # which it refuses
+            # By identity: layouts of two readers may be equal. What follows a channel is refused.
+            fits = target and target.layout is self.layout and target.module() is module
+            if not target or not fits or target.mode != mode or followers_of(module):
                 target = Target(module, self, mode)
                 parts = [weakref.ref(part, _LOADED.pop) for part in module.modules()]
                 for former in {_LOADED[part] for part in parts if part in _LOADED}:
