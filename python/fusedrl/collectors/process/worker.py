@@ -37,7 +37,7 @@ from fusedrl.collectors.process import messages
 from fusedrl.collectors.process.messages import post, receive
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.compat.torch import map_leaves
-from fusedrl.compat.torchrl import frames_of, policy_with_state
+from fusedrl.compat.torchrl import frames_of, policy_with_state, set_frames
 from fusedrl.weights.collector import follow_policy, one_version_a_batch, trackers_of
 
 POLL_S = 0.2  # how often to check a process whose sentinel another process may keep open
@@ -175,7 +175,7 @@ class Worker:
             pass
         except BaseException as error:  # also SystemExit, which a policy or a tool may raise
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            post(self._socket, messages.Failure.of(error))
+            post(self._socket, "fail", messages.pickled(error))
         finally:
             with contextlib.suppress(Exception):
                 if self._collector is not None:
@@ -184,41 +184,50 @@ class Worker:
                 os.killpg(0, signal.SIGKILL)
 
     def _do_next(self) -> None:
-        """Do what the trainer asks for next; calls come before batches."""
+        """Do what the trainer asks for next; its messages come before batches."""
         if self._made < self._wanted and self._requests.empty():
             self._made += 1
-            self._collect(self._made)
-            return
-        request = self._requests.get()
-        if isinstance(request, messages.Call):
-            self._answer(request)
+            self._collect()
         else:
-            self._wanted = max(self._wanted, request.last)
-            self._segments.release(request.released)
+            method, *arguments = self._requests.get()
+            getattr(self, method)(*arguments)
 
-    def _collect(self, number: int) -> None:
+    def _collect(self) -> None:
         collector = self._collector
         before = frames_of(collector) or 0
         self._batches = self._batches or iter(collector)
         batch = next(self._batches, None)
         if batch is None:
             self._batches = None  # another state may be loaded, with which collecting goes on
-            post(self._socket, messages.Batch(number))
+            post(self._socket, "take", 0)
             return
         counted = frames_of(collector)
         frames = batch.numel() if counted is None else counted - before
         shared, descriptor = self._segments.pack(batch)
-        post(self._socket, messages.Batch(number, shared, frames), descriptor=descriptor)
+        post(self._socket, "take", frames, shared, descriptor=descriptor)
         if descriptor is not None:
             os.close(descriptor)
 
-    def _answer(self, call: messages.Call) -> None:
+    # What the trainer asks for.
+
+    def make(self, last: int, released: Iterable[int] = ()) -> None:
+        """Make the batches up to this number, counted from 1; some segments are free."""
+        self._wanted = max(self._wanted, last)
+        self._segments.release(released)
+
+    def call(self, number: int, request: bytes, frames: int | None) -> None:
+        """Call a pickled function with the collector, which then begins anew with this count.
+
+        All batches that were made before have been sent before the answer.
+        """
         try:
-            function, args = pickle.loads(call.pickled)
-            result: Any = cloudpickle.dumps(function(self._collector, *args))
+            function, args = pickle.loads(request)
+            result = cloudpickle.dumps(function(self._collector, *args))
+            if frames is not None:
+                set_frames(self._collector, frames)
+            post(self._socket, "answer", number, result, frames is not None)
         except Exception as error:
-            result = messages.Failure.of(error)
-        post(self._socket, messages.Answer(call.number, result))
+            post(self._socket, "fail", messages.pickled(error), number)
 
     def _listen(self) -> None:
         """Receive messages in a thread, and end the process once the trainer has ended."""
@@ -235,7 +244,7 @@ class Worker:
                 ready = dict(ends.poll(POLL_S * 1000))
                 if self._socket.fileno() in ready:
                     message, _ = receive(self._socket)
-                    if message is None:
+                    if not message:
                         signal.pthread_kill(self._main_thread, signal.SIGTERM)
                     else:
                         self._requests.put(message)
