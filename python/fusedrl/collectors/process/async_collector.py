@@ -42,6 +42,7 @@ from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
 DEVICES = "storing_device", "policy_device", "env_device"
 # Arguments that are followed in the trainer's process, where torchrl's methods read them.
 WITH_TRAINER = {"split_trajs", "trajs_per_batch", "trajs_per_write", "verbose"}
+OF_ONE_WORKER = {"create_env_kwargs", "device", *DEVICES}  # for several, torchrl takes lists
 OF_PROCESS = {"update_at_each_batch", *(worker.make_collector.__kwdefaults__ or ())}
 # Arguments of torchrl's, or of dialogs, that are none here, and what to do instead.
 INSTEAD = {
@@ -104,7 +105,9 @@ class AsyncCollector(_AsyncCollector):
     policy_version_tracker: Any
     procs: Any = ()  # torchrl's: the worker's process, while there is one
     _weight_sync_schemes: Any
-    _reader = _numbered = None  # the channel of others; what numbers the policy's weights
+    _reader: Any = None  # the channel that another process publishes
+    _numbered: Any = None  # what has the number of the policy's weights
+    _frames, _iter = 0, -1
 
     def __init__(
         self,
@@ -160,15 +163,8 @@ class AsyncCollector(_AsyncCollector):
             given["init_random_frames"] = max(self.init_random_frames - stored, 0)
             given["return_same_td"] = True  # each batch is copied before the next one is made
         inspect.signature(kind).bind(create_env_fn, policy=policy, **given)
-        for name, scheme in (weight_sync_schemes or {}).items():
-            if not issubclass(type(scheme), ChannelWeightSyncScheme):
-                raise ValueError(
-                    f"weight_sync_schemes: expected ChannelWeightSyncScheme for {name!r}, got "
-                    f"{type(scheme).__name__}, whose updates it has too: leave it out"
-                )
         make_policy = policy_factory or (lambda: policy)
         make = partial(worker.make_collector, kind, create_env_fn, make_policy, given, channel)
-        self._frames, self._iter = 0, -1
         self._stream = Stream(self)
         self._thread = self._stream.background
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
@@ -195,6 +191,12 @@ class AsyncCollector(_AsyncCollector):
 
     def _start_worker(self, make: Callable[..., Any], channel: Any, updater: Any) -> None:
         """Publish the first weights, and start the process; if that fails, nothing is left."""
+        for name, scheme in self._weight_sync_schemes.items():
+            if not issubclass(type(scheme), ChannelWeightSyncScheme):
+                raise ValueError(
+                    f"weight_sync_schemes: expected ChannelWeightSyncScheme for {name!r}, got "
+                    f"{type(scheme).__name__}, whose updates it has too: leave it out"
+                )
         if updater is not None and not hasattr(updater, "register_collector"):
             updater = updater()
         places = weights_in(self.policy) if isinstance(self.policy, nn.Module) else []
@@ -224,9 +226,8 @@ class AsyncCollector(_AsyncCollector):
                 scheme.init_on_sender(model_id=name, context=self, weights=weights)
             if not scheme.synchronized_on_sender:
                 scheme.connect()
-        schemes = self._weight_sync_schemes.items()
-        of_policy = (scheme for name, scheme in schemes if is_policy(name))
-        self._numbered = self._reader or next(of_policy, None)
+        of_policy = filter(is_policy, self._weight_sync_schemes)
+        self._numbered = self._reader or self._weight_sync_schemes.get(next(of_policy, ""))
 
     def _close_weights(self) -> None:
         """Close the channels; the last version can still be read."""
@@ -366,21 +367,18 @@ class AsyncCollector(_AsyncCollector):
         The policy's weights are published as one version, whose number is at least theirs. The
         trainer's own model stays as it is. A state that does not fit changes nothing.
         """
-        try:
-            own = {**state_dict["worker0"]}
-            frames, batches = state_dict["frames"], state_dict["iter"]
-        except (KeyError, TypeError) as error:
-            raise type(error)(
-                "state_dict: expected worker0, frames and iter, as state_dict() returns them, got "
-                f"{error}; load a state of an AsyncCollector"
-            ) from error
-        version = state_dict.get("policy_version")
+        if missing := {"worker0", "frames", "iter"} - {*state_dict}:
+            raise KeyError(
+                f"state_dict: expected {min(missing)!r} in it, got none; load what state_dict() of "
+                "an AsyncCollector returned"
+            )
+        own, version = dict(state_dict["worker0"]), state_dict.get("policy_version")
+        frames, batches = state_dict["frames"], state_dict["iter"]
         check_whole("frames", frames, 0, optional=False)
         check_whole("iter", batches, -1, optional=False)
         check_whole("policy_version", version, 0)
-        own |= {
-            name: state_dict[name] for name in ("frames", "iter", "traj_pool") if name in state_dict
-        }
+        if "traj_pool" in state_dict:
+            own["traj_pool"] = state_dict["traj_pool"]
         scheme = self._weight_sync_schemes.get("policy")
         weights = None if scheme is None else own.pop(POLICY_STATE, None)
         if self._numbered is not None:
@@ -455,10 +453,16 @@ def _check_names(kind: Callable[..., Any], given: dict[str, Any]) -> bool:
     known = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for name in given.keys() - OF_PROCESS:
         if name in INSTEAD or (base and name not in known):
-            remedy = INSTEAD.get(name, f"{kind} has none: drop it, or bind it by functools.partial")
-            raise TypeError(
-                f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; {remedy}"
+            remedy = (
+                f"{classes[0].__name__} has none: correct the name, or leave it out, and bind what "
+                "create_env_fn takes to it by functools.partial"
             )
+            raise TypeError(
+                f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; "
+                f"{INSTEAD.get(name, remedy)}"
+            )
+        if name in OF_ONE_WORKER and isinstance(given[name], list):
+            raise TypeError(f"{name}: expected that of one worker, got a list; pass its element")
     return "dialog_turns_per_batch" in known | given.keys()
 
 
