@@ -69,7 +69,6 @@ class AsyncCollector(_AsyncCollector):
         collector_class: the collector in the worker, or a function that makes it: torchrl's
             ``Collector``, or :class:`fusedrl.LLMCollector` for dialogs, which may call the sizes
             ``dialog_turns_per_batch`` and ``total_dialog_turns``.
-        total_frames: number of frames in all, rounded up to whole batches; -1 never ends.
         postproc, replay_buffer: get each batch in this process. A buffer may be of any kind.
         weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` objects by the names of their
             models. By default there is one for ``policy``, if it has weights.
@@ -87,7 +86,7 @@ class AsyncCollector(_AsyncCollector):
     Raises:
         TypeError, ValueError: arguments exclude each other, are out of range or of another kind, or
             cannot be sent to another process; ``collector_class`` has not all of them.
-        Exception: what making the environment or the policy in the worker has raised.
+        Exception: what has been raised in the worker.
 
     Example:
         >>> from torchrl.testing.mocking_classes import CountingEnv
@@ -163,8 +162,8 @@ class AsyncCollector(_AsyncCollector):
             given["init_random_frames"] = max(self.init_random_frames - stored, 0)
             given["return_same_td"] = True  # each batch is copied before the next one is made
         inspect.signature(kind).bind(create_env_fn, policy=policy, **given)
-        make_policy = policy_factory or (lambda: policy)
-        make = partial(worker.make_collector, kind, create_env_fn, make_policy, given, channel)
+        make = partial(kind, create_env_fn, **given)
+        make = partial(worker.make_collector, make, policy_factory or (lambda: policy), channel)
         self._stream = Stream(self)
         self._thread = self._stream.background
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
@@ -253,8 +252,9 @@ class AsyncCollector(_AsyncCollector):
         if self.update_at_each_batch and self._iter < 0:
             self.update_policy_weights_()
         batch, frames = self._worker.batch(self.timeout)
-        self._frames += frames
-        self._iter += batch is not None
+        if batch is not None:
+            self._frames = self._frames + batch.numel() if frames is None else frames
+            self._iter += 1
         return batch
 
     def _ahead(self) -> None:
@@ -376,21 +376,20 @@ class AsyncCollector(_AsyncCollector):
         frames, batches = state_dict["frames"], state_dict["iter"]
         check_whole("frames", frames, 0, optional=False)
         check_whole("iter", batches, -1, optional=False)
-        check_whole("policy_version", version, 0)
         if "traj_pool" in state_dict:
             own["traj_pool"] = state_dict["traj_pool"]
         scheme = self._weight_sync_schemes.get("policy")
         weights = None if scheme is None else own.pop(POLICY_STATE, None)
         if self._numbered is not None:
             own.pop("policy_version", None)  # the channel counts
-        self._call(worker.refuse_other_state, own, scheme is None)
+        self._call(worker.load_state, own, scheme is None, False)
         if scheme is not None:
             scheme.restore(weights, version)
         elif version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._frames, self._iter = frames, batches
         # Batches that the worker has made meanwhile, with other weights, are outdated.
-        self._call(worker.load_state, own, anew=True)
+        self._call(worker.load_state, own, False, True, anew=True)
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the worker's policy."""
@@ -445,17 +444,15 @@ class AsyncCollector(_AsyncCollector):
 
 def _check_names(kind: Callable[..., Any], given: dict[str, Any]) -> bool:
     """Check that the worker's class has these arguments; whether it collects dialogs."""
-    classes = getattr(kind, "__mro__", (kind,))
-    base = next((each for each in (LLMCollector, Collector) if each in classes), None)
+    bases = [each for each in (LLMCollector, Collector) if each in getattr(kind, "__mro__", ())]
     # A class passes what it does not know on to its base; of a function nobody knows what it does.
-    passing = classes[: classes.index(base) + 1] if base else classes[:1]
-    parameters = [p for each in passing for p in inspect.signature(each).parameters.values()]
-    known = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    parameters = [p for c in (kind, *bases[:1]) for p in inspect.signature(c).parameters.values()]
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     for name in given.keys() - OF_PROCESS:
-        if name in INSTEAD or (base and name not in known):
+        if name in INSTEAD or (bases and name not in known):
             remedy = (
-                f"{classes[0].__name__} has none: correct the name, or leave it out, and bind what "
-                "create_env_fn takes to it by functools.partial"
+                f"{getattr(kind, '__name__', kind)} has none: correct the name, or drop it; give "
+                "create_env_fn what it takes by functools.partial"
             )
             raise TypeError(
                 f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; "

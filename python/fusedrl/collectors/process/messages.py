@@ -7,7 +7,6 @@ whole or not at all, whoever is killed or interrupted.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import socket
@@ -70,7 +69,7 @@ def receive(end: socket.socket) -> tuple[Any, int | None]:
     if not data:
         raise EOFError
     if flags & socket.MSG_CTRUNC:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError("too many open files; raise their limit (ulimit -n), or open fewer")
     if data == IN_A_FILE:
         with os.fdopen(descriptors.pop(0), "rb") as file:
             file.seek(0)

@@ -19,8 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from fusedrl.collectors.process import messages
-from fusedrl.collectors.process.messages import post, receive
+from fusedrl.collectors.process.messages import post, receive, unpickled
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.worker import POLL_S, Job, main
 from fusedrl.collectors.stream import SHUT_DOWN
@@ -42,7 +41,7 @@ class WorkerHandle:
         self._deadline = math.inf  # until when the worker has to end
         self._failure: Callable[[], BaseException] | None = None
         self._asked = self._received = 0  # numbers of batches
-        self._batches: queue.SimpleQueue[tuple[Any, int]] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[tuple[Any, int | None]] = queue.SimpleQueue()
         self._answers: dict[int, queue.SimpleQueue[Any]] = {}  # by the numbers of calls
         self._numbers = itertools.count()
         self._mappings = Mappings()
@@ -90,11 +89,10 @@ class WorkerHandle:
             post(self._socket, "make", last)
             self._asked = last  # if Ctrl-C comes before this, the same request is sent again
 
-    def batch(self, timeout: float | None) -> tuple[Any, int]:
-        """Wait for the next batch, and take it with the number of its frames.
+    def batch(self, timeout: float | None) -> tuple[Any, int | None]:
+        """Wait for the next batch, and take it with the count of its collector, if it counts.
 
-        It is ``None`` if the worker's collector has ended; ``TimeoutError`` after ``timeout``
-        seconds.
+        The batch is ``None`` at the end; ``TimeoutError`` after ``timeout`` seconds.
         """
         self.check()
         batch, frames = self._wait(self._batches, timeout, partial(self.ask, 1))
@@ -122,7 +120,7 @@ class WorkerHandle:
             result: Any = self._wait(answers) if waits else None
         finally:
             self._answers.pop(number, None)
-        if callable(result):
+        if isinstance(result, partial):
             raise result()
         return result and pickle.loads(result)
 
@@ -162,7 +160,8 @@ class WorkerHandle:
                 return  # it collects garbage, and goes on
             if time.monotonic() > self._deadline + 2 * KILL_S:  # a batch takes for ever to unpickle
                 self._failure = self._ended
-                return self._kill()
+                self._kill()
+                return
             time.sleep(0.01)
         self._socket.close()
         with contextlib.suppress(ValueError):  # Ctrl-C came before the thread, and it ends alone
@@ -188,11 +187,7 @@ class WorkerHandle:
         except (EOFError, ConnectionError):
             pass
         except OSError as error:
-            self._failure = partial(
-                RuntimeError,
-                f"collector: expected what the worker sends, got {error}; raise the limit of open "
-                "files (ulimit -n), or open fewer",
-            )
+            self._failure = partial(RuntimeError, f"collector: expected a message, got {error}")
             self.process.kill()
         finally:
             self.process.join(max(0.0, min(self._deadline - time.monotonic(), KILL_S)))
@@ -201,8 +196,8 @@ class WorkerHandle:
                 self.process.join()
             self._failure = self._failure or self._ended
 
-    def take(self, frames: int, shared: Any = None, descriptor: int | None = None) -> None:
-        """Put a batch of so many frames where it is taken, or the error of unpacking it."""
+    def take(self, frames: int | None, shared: Any, descriptor: int | None = None) -> None:
+        """Put a batch where it is taken, or the error of unpacking it."""
         try:
             batch = shared and self._mappings.unpack(shared, descriptor)
         except Exception as error:
@@ -226,9 +221,9 @@ class WorkerHandle:
     def fail(self, error: bytes, number: int | None = None) -> None:
         """Hand out the error of a call, or what has ended the worker."""
         if number is None:
-            self._failure = partial(messages.unpickled, error)
+            self._failure = partial(unpickled, error)
         else:
-            self._answers.get(number, queue.SimpleQueue()).put(partial(messages.unpickled, error))
+            self._answers.get(number, queue.SimpleQueue()).put(partial(unpickled, error))
 
     def _kill(self) -> None:
         self.process.kill()
