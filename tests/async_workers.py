@@ -54,6 +54,18 @@ class Failing:
         return ones(tensordict)
 
 
+class Endless:
+    """What nobody but its own process can unpickle."""
+
+    def __reduce__(self) -> Any:
+        return wait_elsewhere, (os.getpid(),)
+
+
+def wait_elsewhere(pid: int) -> None:
+    while os.getpid() != pid:
+        time.sleep(1)
+
+
 class FailingEnv(CountingEnv):
     """An environment that raises in its third step."""
 

@@ -229,7 +229,7 @@ class TestErrors:
         for name in ("reset", "set_seed", "state_dict", "load_state_dict"):
             with pytest.raises(NotImplementedError, match=rf"^{name}: .*remote_collectors\[0\]"):
                 getattr(collector, name)()
-        with pytest.raises(NotImplementedError, match="^weight_updater: .*get_distant_attr"):
+        with pytest.raises(NotImplementedError, match=r"^weight_updater: .*get_distant_attr"):
             collector.weight_updater  # noqa: B018
         collector.shutdown()
         for use in (collector.next, collector.start, collector.increment_version):
