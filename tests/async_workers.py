@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import termios
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -55,15 +56,18 @@ class Failing:
 
 
 class Endless:
-    """What nobody but its own process can unpickle."""
+    """What nobody but its own process can unpickle before it is released."""
 
     def __reduce__(self) -> Any:
         return wait_elsewhere, (os.getpid(),)
 
 
+released = threading.Event()
+
+
 def wait_elsewhere(pid: int) -> None:
-    while os.getpid() != pid:
-        time.sleep(1)
+    if os.getpid() != pid:
+        released.wait()
 
 
 class FailingEnv(CountingEnv):

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from async_workers import Endless, Failing, Loading, Parent, Slow
+from async_workers import Endless, Failing, Loading, Parent, Slow, released
 from children import end_by_signals
 from counting_dialogs import Counting, policy
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -160,6 +160,9 @@ def test_a_batch_that_is_never_unpickled_holds_no_shutdown(make, monkeypatch):
     until(lambda: "wait_elsewhere" in stack_of(collector._worker._thread))
     collector.shutdown(timeout=0.1)
     until(lambda: not runs(collector._worker.pid))
+    released.set()
+    collector._worker._thread.join(LONG_S)
+    collector._worker.stop(0)  # what it has mapped
 
 
 def stack_of(thread: threading.Thread) -> str:
