@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import termios
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,21 @@ class Failing:
         if self.left <= 0:
             raise self.error(*self.args)
         return ones(tensordict)
+
+
+class Endless:
+    """What nobody but its own process can unpickle before it is released."""
+
+    def __reduce__(self) -> Any:
+        return wait_elsewhere, (os.getpid(),)
+
+
+released = threading.Event()
+
+
+def wait_elsewhere(pid: int) -> None:
+    if os.getpid() != pid:
+        released.wait()
 
 
 class FailingEnv(CountingEnv):

@@ -35,10 +35,10 @@ def open_files() -> int:
 def pack_on_request(end: socket.socket) -> None:
     """Pack ``ragged(*arguments)`` for each message, and say how many files are open."""
     segments = Segments()
-    while (got := receive(end)[0]) is not None:
+    while got := receive(end)[0]:
         arguments, released = got
         segments.release(released)
         shared, descriptor = segments.pack(ragged(*arguments))
-        post(end, (shared, open_files() - (descriptor is not None)), descriptor=descriptor)
+        post(end, shared, open_files() - (descriptor is not None), descriptor=descriptor)
         if descriptor is not None:
             os.close(descriptor)

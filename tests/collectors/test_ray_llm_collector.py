@@ -132,7 +132,8 @@ def test_each_batch_is_of_the_one_version_that_made_it_under_continuous_updates(
 
 
 def test_an_update_comes_after_the_batch_that_was_asked_for_before_it(collect):
-    collector = collect(sync_iter=False, total_dialog_turns=400)
+    threads = {"max_concurrency": 4, "concurrency_groups": {"beside": 2, "own": 2}}
+    collector = collect(sync_iter=False, total_dialog_turns=400, remote_config=threads)
     versions = []
     for number, batch in enumerate(collector, 1):
         versions.append(set(of(batch)))
@@ -222,6 +223,19 @@ def test_updates_are_refused_or_go_through_an_updater_in_the_actor(collect):
 
 
 class TestErrors:
+    def test_of_what_is_elsewhere_or_over(self, collect):
+        collector = collect(sync_iter=False)
+        assert len(list(zip(range(2), collector, strict=False))) == 2  # another one is on its way
+        for name in ("reset", "set_seed", "state_dict", "load_state_dict"):
+            with pytest.raises(NotImplementedError, match=rf"^{name}: .*remote_collectors\[0\]"):
+                getattr(collector, name)()
+        with pytest.raises(NotImplementedError, match=r"^weight_updater: .*get_distant_attr"):
+            collector.weight_updater  # noqa: B018
+        collector.shutdown()
+        for use in (collector.next, collector.start, collector.increment_version):
+            with pytest.raises(RuntimeError, match="got one that was shut down"):
+                use()
+
     def test_of_an_environment(self, collect):
         collector = collect(ray_dialogs.Failing, sync_iter=False, dialog_turns_per_batch=2)
         batches = iter(collector)

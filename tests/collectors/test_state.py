@@ -83,6 +83,12 @@ def test_a_worker_refuses_a_state_of_another_collector():
         state["worker0"]["env_state_dict"] = longer(state["worker0"]["env_state_dict"])
         with pytest.raises((RuntimeError, ValueError)):
             collector.load_state_dict(state)
+        state = collector.state_dict()
+        for name, wrong in (("frames", "x"), ("iter", None)):
+            with pytest.raises(TypeError, match=f"{name}: expected"):
+                collector.load_state_dict({**state, name: wrong})
+        with pytest.raises(KeyError, match="expected 'frames' in it, got none; load what"):
+            collector.load_state_dict({})
         assert collector.stats()["frames"] == 0 and collector.policy_version == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tensordict import TensorDictBase
@@ -13,7 +13,7 @@ from torchrl.collectors.llm.ray_collector import RayLLMCollector as _RayLLMColle
 
 from fusedrl.collectors.llm_collector import LLMCollector
 from fusedrl.collectors.options import DialogOptions, check_total
-from fusedrl.collectors.stream import Batches
+from fusedrl.collectors.stream import SHUT_DOWN, Batches
 from fusedrl.compat.torchrl import ray_buffer_client
 from fusedrl.transport import Serialized, deserialize, serialize
 from fusedrl.weights.ray_store import stored
@@ -45,25 +45,33 @@ class DialogActor(LLMCollector):
             return (None if batch is None else serialize(batch.copy().clear_device_()),)
         return ()
 
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """As for :class:`LLMCollector`, but nobody trains the policy in this process.
-
-        Raises:
-            ValueError: there are no weights, and there is no updater or scheme that has them.
-        """
-        given = [*args, *map(kwargs.get, WEIGHTS)]
-        updates = self.weight_updater or self._weight_sync_schemes
-        if not updates and all(weights is None for weights in given):
+    def _maybe_fallback_update(
+        self, policy_or_weights: Any = None, *, model_id: str | None = None
+    ) -> None:
+        # torchrl calls this without an updater and a scheme. Nobody trains the policy here.
+        if policy_or_weights is None:
             raise ValueError(
                 "policy_or_weights: expected weights, got none; pass the trained policy, its "
                 "tensordict or its state dict"
             )
-        super().update_policy_weights_(*args, **kwargs)
+        super()._maybe_fallback_update(policy_or_weights, model_id=model_id)
 
     def increment_version(self) -> None:
         """Count a version; a batch that is being collected keeps its own."""
         with self._versions.update():
             pass
+
+
+def _refusing(name: str) -> Any:
+    """A method that needs environment, policy or updater, which are in the actor."""
+
+    def refuse(self: RayLLMCollector, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name}: expected a collector of this process, got one in an actor, remote_collectors"
+            f"[0]; ask that by .{name}.remote() or .get_distant_attr.remote({name!r})"
+        )
+
+    return refuse
 
 
 class RayLLMCollector(_RayLLMCollector):
@@ -76,10 +84,7 @@ class RayLLMCollector(_RayLLMCollector):
 
     Args:
         env: an environment, or a function that makes one in the actor.
-        policy: the policy, which is sent to the actor.
-        policy_factory: a function that makes the policy in the actor, instead of ``policy``.
         replay_buffer: a ``RayReplayBuffer``, which the actor extends; the iterator yields ``None``.
-        weight_updater: an updater, or a function that makes one, which runs in the actor.
         ray_init_config: arguments of ``ray.init``, which is called unless Ray runs.
         remote_config: Ray's options for the actor: ``resources``, ``scheduling_strategy``, ...
         sync_iter: with ``True`` the actor collects while you wait for a batch. With ``False`` it
@@ -87,8 +92,8 @@ class RayLLMCollector(_RayLLMCollector):
         num_cpus: number of CPUs of the actor, unless ``remote_config`` names it.
         num_gpus: number of GPUs of the actor, unless ``remote_config`` names it.
 
-    Further arguments are those of :class:`fusedrl.LLMCollector`, in the actor: its output has the
-    progress, and its log says what ``max_staleness`` drops.
+    Further arguments are those of :class:`fusedrl.LLMCollector`, which are sent to the actor: its
+    output has the progress, and its log says what ``max_staleness`` drops.
 
     Raises:
         TypeError, ValueError: as for :class:`LLMCollector`, or a buffer of this process.
@@ -99,13 +104,8 @@ class RayLLMCollector(_RayLLMCollector):
     Example:
         >>> from fusedrl import RayLLMCollector
         >>> def collect(make_env, make_policy, trained):
-        ...     collector = RayLLMCollector(
-        ...         make_env,
-        ...         policy_factory=make_policy,
-        ...         dialog_turns_per_batch=64,
-        ...         track_policy_version=True,
-        ...         num_gpus=1,
-        ...     )
+        ...     sizes = {"dialog_turns_per_batch": 64, "num_gpus": 1}
+        ...     collector = RayLLMCollector(make_env, policy_factory=make_policy, **sizes)
         ...     for batch in collector:
         ...         yield batch
         ...         collector.update_policy_weights_(trained)
@@ -113,6 +113,8 @@ class RayLLMCollector(_RayLLMCollector):
     """
 
     closed = True  # until the actor is asked for
+    total_dialog_turns: Any = None
+    dialog_turns_per_batch: Any = None
 
     def __init__(
         self,
@@ -132,28 +134,33 @@ class RayLLMCollector(_RayLLMCollector):
         # What torchrl's __len__ computes with; list() asks for a length.
         self.total_frames: Any = check_total("total_dialog_turns", options.total_dialog_turns)
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
+        self.total_dialog_turns = self.total_frames
+        self.dialog_turns_per_batch = self.requested_frames_per_batch
         self._pending: Any = None  # the reference to a batch that was not handed out yet
         seed = int(torch.randint(2**62, ()))
-        # One thread takes batches and updates in the order in which they are asked for.
         of_ray: dict[str, Any] = {} if remote_config is None else dict(remote_config)
-        of_ray["concurrency_groups"] = {BESIDE: 1, **of_ray.get("concurrency_groups", {})}
+        # One thread takes batches and updates in the order in which they are asked for.
+        of_ray["max_concurrency"] = 1
+        of_ray["concurrency_groups"] = {**of_ray.get("concurrency_groups", {}), BESIDE: 1}
         for name, given in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
             if given is not None:
                 of_ray.setdefault(name, given)
         actor = DialogActor.as_remote(of_ray)
-        self._collector = actor.remote(seed, **vars(options))
-        self.remote_collectors = [self._collector]  # as RayRemoteWeightUpdater takes them
+        # As RayRemoteWeightUpdater takes them.
+        self.remote_collectors = [actor.remote(seed, **vars(options))]
         self.closed = False
 
     @property
-    def total_dialog_turns(self) -> float:
-        """Number of turns to run in all; infinite if they never end."""
-        return self.total_frames
+    def _collector(self) -> Any:  # what torchrl's class asks
+        if self.closed:
+            raise RuntimeError(SHUT_DOWN)
+        return self.remote_collectors[0]
 
-    @property
-    def dialog_turns_per_batch(self) -> int:
-        """Number of turns in a batch."""
-        return self.requested_frames_per_batch
+    state_dict, load_state_dict, reset, set_seed, getattr_policy, getattr_env = map(
+        _refusing,
+        ("state_dict", "load_state_dict", "reset", "set_seed", "getattr_policy", "getattr_env"),
+    )
+    weight_updater: Any = _RayLLMCollector.weight_updater.getter(_refusing("weight_updater"))
 
     def __del__(self) -> None:
         """Nothing: an actor ends with its last handle, which another process may have."""
@@ -228,16 +235,16 @@ class RayLLMCollector(_RayLLMCollector):
 
         if self.closed or not ray.is_initialized():
             return
-        self.closed = True
+        actor, self._pending, self.closed = self._collector, None, True
         try:
-            end = self._beside(self._collector.shutdown, close_env=close_env)
+            end = self._beside(actor.shutdown, close_env=close_env)
             ended, _ = ray.wait([end], timeout=SECONDS_TO_END if timeout is None else timeout)
             for answer in ended:
                 ray.get(answer)
         except RayActorError:
             pass  # it has ended already
         finally:
-            ray.kill(self._collector)
+            ray.kill(actor)
 
     async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()
 

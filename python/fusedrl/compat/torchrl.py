@@ -57,6 +57,12 @@ def frames_of(collector: Any) -> Any:
     return getattr(collector, "_frames", None)
 
 
+def set_frames(collector: Any, frames: int) -> None:
+    """Let a collector that counts its frames go on from a number of them."""
+    if frames_of(collector) is not None:
+        collector._frames = frames
+
+
 def computing_device(transform: Any) -> Any:
     """The device to which a transform moves what its model reads; ``None`` for where it is."""
     return getattr(transform, "_io_device", None)

@@ -45,7 +45,6 @@ MODES: dict[str, dict[str, Any]] = {
         "env_device": "cpu",
         "policy_device": "cpu",
     },
-    "one device": {"device": ["cpu"]},
     "compact": {"compact_obs": True},
     "whole trajectories": {"trajs_per_batch": 2, "traj_format": "cat", "total_frames": 48},
     "padded trajectories": {"trajs_per_batch": 2, "traj_format": "padded", "total_frames": 48},

@@ -16,6 +16,8 @@ from torchrl.testing.mocking_classes import CountingEnv
 
 from fusedrl import LLMCollector
 
+from .ends import until
+
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 DIALOGS: dict[str, Any] = {
@@ -45,6 +47,27 @@ def test_a_pool_of_environments_in_the_worker(make, backend):
     assert sum(map(len, batches)) >= 5
     assert all(len(batch) in (2, 3) and batch["next", "done"][-1] for batch in batches)
     assert all((batch["policy_version"] == 0).all() for batch in batches)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(
+    "begin_anew",
+    [
+        lambda collector: collector.reset(),
+        lambda collector: collector.set_seed(1),
+        lambda collector: collector.load_state_dict(collector.state_dict()),
+    ],
+    ids=["reset", "seed", "state"],
+)
+def test_every_turn_arrives_after_what_begins_anew(make, prefetch, begin_anew):
+    collector = make(Counting, policy, **DIALOGS | {"total_dialog_turns": 40, "prefetch": prefetch})
+    turns = 0
+    for batch in collector:
+        turns += batch.numel()
+        if turns in (8, 16):
+            until(lambda: collector._worker._batches.qsize() or not prefetch)
+            begin_anew(collector)
+    assert turns == 40
 
 
 class Named(Collector):

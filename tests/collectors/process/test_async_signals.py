@@ -86,7 +86,7 @@ def test_ctrl_c_tears_no_batch_and_leaves_nothing(make, hits):
     last = [collector.next()["observation"][0].item() for _ in range(3)]
     assert last == [last[0], last[0] + 4, last[0] + 8]
     assert open_files(*processes) == before
-    assert not collector._worker._calls
+    assert not collector._worker._answers
     assert max(n - before for n, before in zip(segments(*processes), mapped, strict=True)) < 8
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import pytest
-from async_workers import Failing, Loading, Parent, Slow
+from async_workers import Endless, Failing, Loading, Parent, Slow, released
 from children import end_by_signals
+from counting_dialogs import Counting, policy
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.testing.mocking_classes import CountingEnv
+
+from fusedrl import LLMCollector
 
 from .ends import LONG_S, is_there, runs, until
 
@@ -142,6 +147,26 @@ def test_shutdown_of_several_threads_and_again(make, tmp_path):
     at_once(*[collector.shutdown] * 3)
     assert collector.closed and not is_there(pid) and not collector.is_running()
     collector.shutdown()
+
+
+def test_a_batch_that_is_never_unpickled_holds_no_shutdown(make, monkeypatch):
+    monkeypatch.setattr("fusedrl.collectors.process.worker_handle.KILL_S", 0.1)
+    collector = make(
+        Counting,
+        lambda turn: policy(turn).set_non_tensor("x", Endless()),
+        collector_class=LLMCollector,
+    )
+    collector._worker.ask(1)
+    until(lambda: "wait_elsewhere" in stack_of(collector._worker._thread))
+    collector.shutdown(timeout=0.1)
+    until(lambda: not runs(collector._worker.pid))
+    released.set()
+    collector._worker._thread.join(LONG_S)
+    collector._worker.stop(0)  # what it has mapped
+
+
+def stack_of(thread: threading.Thread) -> str:
+    return "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
 
 
 def test_a_worker_that_is_alive_is_called_so(make, tmp_path):

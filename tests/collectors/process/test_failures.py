@@ -13,7 +13,7 @@ import pytest
 from async_workers import Odd, Unspeakable
 from shared_batch_workers import open_files
 
-from fusedrl.collectors.process.messages import PACKET, Call, Failure, post, receive
+from fusedrl.collectors.process.messages import PACKET, pickled, post, receive, unpickled
 from fusedrl.collectors.process.worker import Job
 from fusedrl.collectors.process.worker_handle import WorkerHandle
 
@@ -32,8 +32,7 @@ def test_an_exception_arrives_whatever_it_is(error, kind, told):
     try:
         raise error
     except BaseException as raised:
-        failure = pickle.loads(pickle.dumps(Failure.of(raised)))
-    arrived = failure.exception()
+        arrived = unpickled(pickled(raised))
     assert type(arrived) is kind
     text = str(arrived.__cause__)
     assert text.count("Traceback") == 1 and told in text and __name__.split(".")[-1] in text
@@ -47,18 +46,19 @@ def test_a_message_arrives_whatever_its_size(tmp_path, has_file):
     (tmp_path / "file").write_text("told")
     files = open_files()
     descriptor = os.open(tmp_path / "file", os.O_RDONLY) if has_file else None
-    few = PACKET - len(pickle.dumps(Call(1, bytes(PACKET)))) + PACKET
-    assert len(pickle.dumps(Call(1, bytes(few)))) == PACKET
+    few = PACKET - len(pickle.dumps(("call", bytes(PACKET)))) + PACKET
+    assert len(pickle.dumps(("call", bytes(few)))) == PACKET
     sizes = [0, few, few + 1, 10 * PACKET, 10_000_000]
     for size in sizes:
-        post(ours, Call(1, bytes(size)), descriptor=descriptor)
+        post(ours, "call", bytes(size), descriptor=descriptor)
     if descriptor is not None:
         os.close(descriptor)
     ours.close()
     for size in sizes:
         message, arrived = receive(theirs)
-        assert message == Call(1, bytes(size)) and (arrived is not None) == has_file
+        assert message == ("call", bytes(size)) and (arrived is not None) == has_file
         if arrived is not None:
+            assert not os.get_inheritable(arrived)
             assert os.pread(arrived, 10, 0) == b"told"
             os.close(arrived)
     with pytest.raises(EOFError):
@@ -72,10 +72,10 @@ def test_a_full_socket_takes_no_part_of_a_message():
     sent = 0
     with contextlib.suppress(BlockingIOError):
         while True:
-            post(ours, sent, socket.MSG_DONTWAIT)
+            post(ours, sent, flags=socket.MSG_DONTWAIT)
             sent += 1
     ours.close()
-    assert [receive(theirs)[0] for _ in range(sent)] == [*range(sent)]
+    assert [receive(theirs)[0] for _ in range(sent)] == [(n,) for n in range(sent)]
     with pytest.raises(EOFError):
         receive(theirs)
     theirs.close()

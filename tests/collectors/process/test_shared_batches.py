@@ -91,12 +91,12 @@ def test_a_segment_is_in_use_while_anything_over_it_is(ends, keep):
     kept = keep(ends.send(ragged()))
     gc.collect()
     assert ends.mappings.released() == []
-    assert ends.segments.pack(ragged(first=50))[0].segment == 1
+    assert ends.segments.pack(ragged(first=50))[0][0] == 1
     del kept
     gc.collect()
     assert ends.mappings.released() == [0]
     ends.segments.release([0])
-    assert ends.segments.pack(ragged())[0].segment == 0
+    assert ends.segments.pack(ragged())[0][0] == 0
 
 
 def test_a_batch_that_is_too_large_for_a_free_segment_gets_one(ends):
@@ -161,7 +161,7 @@ class Worker:
         self.descriptors: list[int] = []
 
     def shared(self, *arguments: int) -> tuple[Any, int | None]:
-        post(self.end, (arguments, self.mappings.released()))
+        post(self.end, arguments, self.mappings.released())
         (shared, descriptors), descriptor = receive(self.end)
         self.descriptors.append(descriptors)
         return shared, descriptor
@@ -194,7 +194,7 @@ def test_nothing_is_left_of_many_batches(worker):
     pids = str(os.getpid()), str(worker.process.pid)
     named = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in named if any(pid in name.split("_") for pid in pids)]
-    post(worker.end, None)
+    post(worker.end)
     worker.process.join()
     assert worker.process.exitcode == 0
     del worker.mappings

@@ -23,7 +23,13 @@ from fusedrl.channel import WeightHandle
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.tensors import weights_in
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.options import DialogOptions, check_channel, check_total, check_whole
+from fusedrl.collectors.options import (
+    check_channel,
+    check_one,
+    check_total,
+    check_versions,
+    check_whole,
+)
 from fusedrl.collectors.policy_version import PolicyVersion, mark_padding
 from fusedrl.collectors.process import worker
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
@@ -36,18 +42,17 @@ from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
 DEVICES = "storing_device", "policy_device", "env_device"
 # Arguments that are followed in the trainer's process, where torchrl's methods read them.
 WITH_TRAINER = {"split_trajs", "trajs_per_batch", "trajs_per_write", "verbose"}
+OF_ONE_WORKER = {"create_env_kwargs", "device", *DEVICES}  # for several, torchrl takes lists
 OF_PROCESS = {"update_at_each_batch", *(worker.make_collector.__kwdefaults__ or ())}
 # Arguments of torchrl's, or of dialogs, that are none here, and what to do instead.
 INSTEAD = {
-    "queue": "put the turns of each batch into it in the loop",
-    "extend_buffer": "leave it out: a buffer gets each batch",
-    "weight_recv_schemes": "call register_scheme_receiver()",
-    "preemptive_threshold": "leave it out: one worker has nobody to wait for",
-    "num_threads": "call torch.set_num_threads()",
     **dict.fromkeys(
-        ("backend", "backend_options", "num_collectors"),
-        "leave it out: a collector has one process; make several",
+        ("backend", "backend_options", "extend_buffer", "num_collectors", "preemptive_threshold"),
+        "leave it out: a collector has one process, whose batches a buffer gets",
     ),
+    "num_threads": "call torch.set_num_threads()",
+    "queue": "put the turns of each batch into it in the loop",
+    "weight_recv_schemes": "call register_scheme_receiver()",
 }
 
 
@@ -64,7 +69,6 @@ class AsyncCollector(_AsyncCollector):
         collector_class: the collector in the worker, or a function that makes it: torchrl's
             ``Collector``, or :class:`fusedrl.LLMCollector` for dialogs, which may call the sizes
             ``dialog_turns_per_batch`` and ``total_dialog_turns``.
-        total_frames: number of frames in all, rounded up to whole batches; -1 never ends.
         postproc, replay_buffer: get each batch in this process. A buffer may be of any kind.
         weight_sync_schemes: :class:`fusedrl.ChannelWeightSyncScheme` objects by the names of their
             models. By default there is one for ``policy``, if it has weights.
@@ -82,7 +86,7 @@ class AsyncCollector(_AsyncCollector):
     Raises:
         TypeError, ValueError: arguments exclude each other, are out of range or of another kind, or
             cannot be sent to another process; ``collector_class`` has not all of them.
-        Exception: what making the environment or the policy in the worker has raised.
+        Exception: what has been raised in the worker.
 
     Example:
         >>> from torchrl.testing.mocking_classes import CountingEnv
@@ -100,6 +104,9 @@ class AsyncCollector(_AsyncCollector):
     policy_version_tracker: Any
     procs: Any = ()  # torchrl's: the worker's process, while there is one
     _weight_sync_schemes: Any
+    _reader: Any = None  # the channel that another process publishes
+    _numbered: Any = None  # what has the number of the policy's weights
+    _frames, _iter = 0, -1
 
     def __init__(
         self,
@@ -126,91 +133,80 @@ class AsyncCollector(_AsyncCollector):
         per_batch = "dialog_turns_per_batch" if dialogs else "frames_per_batch"
         in_all = "total_dialog_turns" if dialogs else "total_frames"
         frames, total = given.pop(per_batch, frames_per_batch), given.pop(in_all, total_frames)
-        if frames_per_batch not in (None, frames) or total_frames not in (-1, total):
-            raise TypeError(f"{per_batch}: expected one name for each size, got two; drop one")
+        if frames_per_batch not in (None, frames):
+            raise TypeError(f"{per_batch}: expected one name for this size, got two; drop one")
+        if total_frames not in (-1, total):
+            raise TypeError(f"{in_all}: expected one name for this size, got two; drop one")
         check_whole(per_batch, frames, 1, optional=dialogs)
         check_whole("prefetch", prefetch, 0, optional=False)
+        check_versions(track_policy_version, max_staleness)
         check_channel(channel, WeightHandle)
-        self.timeout = None if timeout is None else seconds("timeout", timeout)
-        of_dialogs = given.keys() & inspect.signature(DialogOptions).parameters.keys()
-        options = DialogOptions(
-            create_env_fn,
-            dialog_turns_per_batch=frames,
-            weight_sync_schemes=weight_sync_schemes,
-            weight_updater=weight_updater,
-            channel=channel,
-            track_policy_version=track_policy_version,
-            max_staleness=max_staleness,
-            **{name: given[name] for name in of_dialogs},
+        check_one(
+            weight_updater=weight_updater, weight_sync_schemes=weight_sync_schemes, channel=channel
         )
-        self.policy, self.postproc, self.replay_buffer = policy, postproc, replay_buffer
-        self.prefetch, self.max_staleness = prefetch, max_staleness
         self.requested_frames_per_batch: Any = frames
         self.total_frames: Any = check_total(in_all, total)
+        self.timeout = None if timeout is None else seconds("timeout", timeout)
+        self.policy, self.postproc, self.replay_buffer = policy, postproc, replay_buffer
+        self.prefetch, self.max_staleness = prefetch, max_staleness
         track = track_policy_version
         self.policy_version_tracker = PolicyVersion() if track is True else track or None
+        of_process = self._keep(given)
+        given |= {per_batch: frames, "track_policy_version": self.policy_version_tracker or False}
+        if dialogs:
+            given[in_all] = total
+            if replay_buffer is not None and not given.get("yield_only_last_steps"):
+                given["flatten_data"] = given.get("flatten_data") is not False
+        else:
+            stored = getattr(replay_buffer, "write_count", 0)
+            given["init_random_frames"] = max(self.init_random_frames - stored, 0)
+            given["return_same_td"] = True  # each batch is copied before the next one is made
+        inspect.signature(kind).bind(create_env_fn, policy=policy, **given)
+        make = partial(kind, create_env_fn, **given)
+        make = partial(worker.make_collector, make, policy_factory or (lambda: policy), channel)
+        self._stream = Stream(self)
+        self._thread = self._stream.background
+        # Re-entrant: the handler of a signal may call shutdown() while it is running.
+        self._ending = threading.RLock()
+        self._weight_sync_schemes = weight_sync_schemes or {}
+        self._start_worker(partial(make, **of_process), channel, weight_updater)
+        self.closed, self.procs = False, [self._worker.process]
+
+    def _keep(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Keep the arguments that are followed here; returns those of the worker's process."""
         vars(self).update({name: given.pop(name) for name in given.keys() & WITH_TRAINER})
-        traj_format, has_buffer = given.pop("traj_format", None), replay_buffer is not None
+        traj_format, has_buffer = given.pop("traj_format", None), self.replay_buffer is not None
         self.traj_format = trajectory_format(traj_format, self.trajs_per_batch, has_buffer)
-        devices: Any = {name: given.pop(name, None) for name in ("device", *DEVICES)}
+        # torchrl's own code reads these from the trainer's collector.
+        devices: Any = {name: given.get(name) for name in ("device", *DEVICES)}
         vars(self).update(zip(DEVICES, self._get_devices(**devices), strict=True))
-        # torchrl's own code reads these two from the trainer's collector.
         self.reset_at_each_iter = given.get("reset_at_each_iter", False)
         self.init_random_frames = given.get("init_random_frames") or 0
         of_process = {name: given.pop(name) for name in given.keys() & OF_PROCESS}
         self.update_at_each_batch = of_process.pop("update_at_each_batch", False)
         hooks = {name: of_process[name] for name in of_process if name.endswith("hook")}
         BaseCollector.__init__(self, **hooks)
-        given |= {per_batch: frames, "track_policy_version": self.policy_version_tracker or False}
-        if dialogs:
-            given[in_all] = total
-            if has_buffer and not options.completed:
-                given["flatten_data"] = options.flatten_data is not False
-        else:
-            stored = getattr(replay_buffer, "write_count", 0)
-            given["init_random_frames"] = max(self.init_random_frames - stored, 0)
-            given |= {name: getattr(self, name)[0] for name in DEVICES}
-            given["return_same_td"] = True  # each batch is copied before the next one is made
-        inspect.signature(kind).bind(create_env_fn, policy=policy, **given)
-        make_policy = policy_factory or (lambda: policy)
-        make = partial(worker.make_collector, kind, create_env_fn, make_policy, given, channel)
-        # Re-entrant: the handler of a signal may call shutdown() while it is running.
-        self._ending = threading.RLock()
-        self._start_worker(partial(make, **of_process), options)
-        self._stream = Stream(self)
-        self._thread = self._stream.background
-        self._frames, self._iter = 0, -1
-        self.closed, self.procs = False, [self._worker.process]
+        return of_process
 
-    def _start_worker(self, make: Callable[..., Any], options: Any) -> None:
+    def _start_worker(self, make: Callable[..., Any], channel: Any, updater: Any) -> None:
         """Publish the first weights, and start the process; if that fails, nothing is left."""
-        updater, channel = options.weight_updater, options.channel
-        if updater is not None and not hasattr(updater, "register_collector"):
-            updater = updater()
-        places = weights_in(self.policy) if isinstance(self.policy, nn.Module) else []
-        weights: Any = None
-        if not places and isinstance(updater, MultiProcessedRemoteWeightUpdate):
-            weights = next(iter(updater.policy_weights.values()), None)
-        schemes = options.weight_sync_schemes or {}
-        for name, scheme in schemes.items():
+        for name, scheme in self._weight_sync_schemes.items():
             if not issubclass(type(scheme), ChannelWeightSyncScheme):
                 raise ValueError(
                     f"weight_sync_schemes: expected ChannelWeightSyncScheme for {name!r}, got "
                     f"{type(scheme).__name__}, whose updates it has too: leave it out"
                 )
+        if updater is not None and not hasattr(updater, "register_collector"):
+            updater = updater()
+        places = weights_in(self.policy) if isinstance(self.policy, nn.Module) else []
+        schemes, weights = self._weight_sync_schemes, None
+        if not places and isinstance(updater, MultiProcessedRemoteWeightUpdate):
+            weights = next(iter(updater.policy_weights.values()), None)
         if not schemes and channel is None and (places or weights is not None):
             schemes["policy"] = ChannelWeightSyncScheme()
-        self._weight_sync_schemes, self._reader, self._numbered = schemes, None, None
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_weights)
-            self._reader = None if channel is None else channel.open()
-            for name, scheme in schemes.items():
-                if not scheme.initialized_on_sender:
-                    scheme.init_on_sender(model_id=name, context=self, weights=weights)
-                if not scheme.synchronized_on_sender:
-                    scheme.connect()
-            of_policy = (scheme for name, scheme in schemes.items() if is_policy(name))
-            self._numbered = self._reader or next(of_policy, None)
+            self._connect(channel, weights)
             self.weight_updater = updater
             job = worker.Job(partial(make, schemes=dict(schemes)), places, schemes.get("policy"))
             self._worker = WorkerHandle(process_context(), job)
@@ -220,6 +216,17 @@ class AsyncCollector(_AsyncCollector):
             self._worker.start()
             self._worker.call(frames_of)  # raises what making the collector has raised
             undo.pop_all()
+
+    def _connect(self, channel: WeightHandle | None, weights: Any) -> None:
+        """Open the channel, or publish the first weights by the schemes."""
+        self._reader = None if channel is None else channel.open()
+        for name, scheme in self._weight_sync_schemes.items():
+            if not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=name, context=self, weights=weights)
+            if not scheme.synchronized_on_sender:
+                scheme.connect()
+        of_policy = filter(is_policy, self._weight_sync_schemes)
+        self._numbered = self._reader or self._weight_sync_schemes.get(next(of_policy, ""))
 
     def _close_weights(self) -> None:
         """Close the channels; the last version can still be read."""
@@ -244,10 +251,11 @@ class AsyncCollector(_AsyncCollector):
             return None
         if self.update_at_each_batch and self._iter < 0:
             self.update_policy_weights_()
-        arrived = self._worker.batch(self.timeout)
-        self._frames += arrived.frames
-        self._iter += arrived.batch is not None
-        return arrived.batch
+        batch, frames = self._worker.batch(self.timeout)
+        if batch is not None:
+            self._frames = self._frames + batch.numel() if frames is None else frames
+            self._iter += 1
+        return batch
 
     def _ahead(self) -> None:
         if self.update_at_each_batch:
@@ -329,8 +337,9 @@ class AsyncCollector(_AsyncCollector):
                 self._worker.call(worker.set_version, self.policy_version, waits=False)
 
     def _call(self, function: Callable[..., Any], *args: Any, anew: bool = False) -> Any:
+        """Call a function in the worker; ``anew`` drops the batches that are on their way."""
         self._thread.check()
-        return self._worker.call(function, *args, anew=anew)
+        return self._worker.call(function, *args, frames=self._frames if anew else None)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment, torch and numpy in the worker, and reset the environment."""
@@ -358,22 +367,29 @@ class AsyncCollector(_AsyncCollector):
         The policy's weights are published as one version, whose number is at least theirs. The
         trainer's own model stays as it is. A state that does not fit changes nothing.
         """
+        if missing := {"worker0", "frames", "iter"} - {*state_dict}:
+            raise KeyError(
+                f"state_dict: expected {min(missing)!r} in it, got none; load what state_dict() of "
+                "an AsyncCollector returned"
+            )
         own, version = dict(state_dict["worker0"]), state_dict.get("policy_version")
         frames, batches = state_dict["frames"], state_dict["iter"]
+        check_whole("frames", frames, 0, optional=False)
+        check_whole("iter", batches, -1, optional=False)
         if "traj_pool" in state_dict:
             own["traj_pool"] = state_dict["traj_pool"]
         scheme = self._weight_sync_schemes.get("policy")
         weights = None if scheme is None else own.pop(POLICY_STATE, None)
         if self._numbered is not None:
             own.pop("policy_version", None)  # the channel counts
-        self._call(worker.refuse_other_state, own, scheme is None)
+        self._call(worker.load_state, own, scheme is None, False)
         if scheme is not None:
             scheme.restore(weights, version)
         elif version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
-        # Batches that the worker has made meanwhile, with other weights, are outdated.
-        self._call(worker.load_state, own, anew=True)
         self._frames, self._iter = frames, batches
+        # Batches that the worker has made meanwhile, with other weights, are outdated.
+        self._call(worker.load_state, own, False, True, anew=True)
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the worker's policy."""
@@ -428,18 +444,22 @@ class AsyncCollector(_AsyncCollector):
 
 def _check_names(kind: Callable[..., Any], given: dict[str, Any]) -> bool:
     """Check that the worker's class has these arguments; whether it collects dialogs."""
-    classes = getattr(kind, "__mro__", (kind,))
-    base = next((each for each in (LLMCollector, Collector) if each in classes), None)
+    bases = [each for each in (LLMCollector, Collector) if each in getattr(kind, "__mro__", ())]
     # A class passes what it does not know on to its base; of a function nobody knows what it does.
-    passing = classes[: classes.index(base) + 1] if base else classes[:1]
-    parameters = [p for each in passing for p in inspect.signature(each).parameters.values()]
-    known = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    parameters = [p for c in (kind, *bases[:1]) for p in inspect.signature(c).parameters.values()]
+    known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     for name in given.keys() - OF_PROCESS:
-        if name in INSTEAD or (base and name not in known):
-            remedy = INSTEAD.get(name, f"{kind} has none: drop it, or bind it by functools.partial")
-            raise TypeError(
-                f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; {remedy}"
+        if name in INSTEAD or (bases and name not in known):
+            remedy = (
+                f"{getattr(kind, '__name__', kind)} has none: correct the name, or drop it; give "
+                "create_env_fn what it takes by functools.partial"
             )
+            raise TypeError(
+                f"AsyncCollector.__init__() got an unexpected keyword argument {name!r}; "
+                f"{INSTEAD.get(name, remedy)}"
+            )
+        if name in OF_ONE_WORKER and isinstance(given[name], list):
+            raise TypeError(f"{name}: expected that of one worker, got a list; pass its element")
     return "dialog_turns_per_batch" in known | given.keys()
 
 

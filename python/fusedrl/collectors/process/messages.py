@@ -1,18 +1,17 @@
-"""The messages between a trainer and its worker, and what is said in them of an exception.
+"""What a trainer and its worker say to each other, and what is said of an exception.
 
-A message is a packet, which arrives whole or not at all, whoever is killed or interrupted.
+A message is the name of a method at the other end, and its arguments. It is a packet, which arrives
+whole or not at all, whoever is killed or interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import socket
 import traceback
 from array import array
-from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -21,76 +20,30 @@ PACKET = 1 << 15  # bytes, of which some hundred packets fit into a socket
 IN_A_FILE = b"in a file"
 
 
-@dataclass(frozen=True)
-class More:
-    """Make the batches up to number ``last``; the segments ``released`` are free."""
-
-    last: int
-    released: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Call:
-    """Call a pickled function with the collector and pickled arguments, between two batches."""
-
-    number: int
-    pickled: bytes
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch, counted from 1, and its frames; none if the worker's collector has ended.
-
-    It is where it lies, and itself or the error of unpacking it once the trainer has received it.
-    """
-
-    number: int
-    batch: Any = None
-    frames: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The pickled result of the call of this number, or what it raised; the worker goes on.
-
-    All batches that were made before the call have been sent before its answer.
-    """
-
-    number: int
-    result: bytes | Failure
-
-
 class WorkerTraceback(Exception):
     """The cause of an exception that a worker raised: the worker's traceback, between quotes."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An exception as a pickle; by itself, it is what ended the worker."""
-
-    pickled: bytes
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Make any exception portable: one that is not becomes a ``RuntimeError``."""
-        text = "".join(traceback.format_exception(error))
-        failure = cls(b"")
-        with contextlib.suppress(Exception):  # its __init__ or __reduce__ may prevent that
-            failure = cls(cloudpickle.dumps((error, text)))  # its class may be a local one
-            if isinstance(failure.exception(), Exception):
-                return failure
-        last = text.rstrip().rsplit("\n", 1)[-1]
-        message = f"worker: expected it to collect, got {last}; its traceback is above"
-        return cls(pickle.dumps((RuntimeError(message), text)))
-
-    def exception(self) -> Exception:
-        """The exception, with the worker's traceback as its cause."""
-        error, text = pickle.loads(self.pickled)
-        error.__cause__ = WorkerTraceback(f'\n"""\n{text}"""')
-        return error
+def pickled(error: BaseException) -> bytes:
+    """An exception and its traceback; one that cannot be pickled becomes a ``RuntimeError``."""
+    text = "".join(traceback.format_exception(error))
+    with contextlib.suppress(Exception):  # its __init__ or __reduce__ may prevent that
+        data = cloudpickle.dumps((error, text))  # its class may be a local one
+        if isinstance(unpickled(data), Exception):
+            return data
+    last = text.rstrip().rsplit("\n", 1)[-1]
+    message = f"worker: expected it to collect, got {last}; its traceback is above"
+    return pickle.dumps((RuntimeError(message), text))
 
 
-def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | None = None) -> None:
+def unpickled(data: bytes) -> Exception:
+    """The exception, with the worker's traceback as its cause."""
+    error, text = pickle.loads(data)
+    error.__cause__ = WorkerTraceback(f'\n"""\n{text}"""')
+    return error
+
+
+def post(end: socket.socket, *message: Any, flags: int = 0, descriptor: int | None = None) -> None:
     """Send a message, with the descriptor of a file if one is given, from any thread.
 
     It is lost if the other process is gone, of which those who wait are told.
@@ -110,11 +63,13 @@ def post(end: socket.socket, message: Any, flags: int = 0, descriptor: int | Non
 
 def receive(end: socket.socket) -> tuple[Any, int | None]:
     """The next message, and the descriptor that came with it; ``EOFError`` if none will come."""
-    data, descriptors, flags, _ = socket.recv_fds(end, PACKET, 2)
+    # Not by socket.recv_fds(), which takes flags and does not pass them on.
+    data, rights, flags, _ = end.recvmsg(PACKET, socket.CMSG_LEN(8), socket.MSG_CMSG_CLOEXEC)
+    descriptors = array("i", b"".join(content for _, _, content in rights))
     if not data:
         raise EOFError
     if flags & socket.MSG_CTRUNC:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise OSError("too many open files; raise their limit (ulimit -n), or open fewer")
     if data == IN_A_FILE:
         with os.fdopen(descriptors.pop(0), "rb") as file:
             file.seek(0)

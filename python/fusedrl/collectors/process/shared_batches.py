@@ -8,7 +8,7 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,9 @@ SMALLEST = 1 << 16
 SPARE = 4  # free segments that are kept
 
 
-class SharedBatch(NamedTuple):
-    """A batch in a segment of ``nbytes``, whose bytes from ``start`` on say what it is.
-
-    The segments ``dropped`` are used no more.
-    """
-
-    segment: int
-    nbytes: int
-    start: int
-    dropped: list[int]
+# A segment with a batch: its number and its bytes, those from which on it says what the batch is,
+# and the numbers of the segments that are used no more.
+Segment = tuple[int, int, int, list[int]]
 
 
 class Segments:
@@ -42,7 +35,7 @@ class Segments:
         self._free: list[int] = []  # in the order of their release
         self._numbers = itertools.count()
 
-    def pack(self, batch: Any) -> tuple[SharedBatch, int | None]:
+    def pack(self, batch: Any) -> tuple[Segment, int | None]:
         """Copy a batch's tensors, without their autograd graphs; CUDA tensors stay where they are.
 
         Returns:
@@ -59,7 +52,7 @@ class Segments:
         dropped, self._free = self._free[:-SPARE], self._free[-SPARE:]
         for number in dropped:
             del self._memory[number]
-        return SharedBatch(segment, len(memory), start, dropped), descriptor
+        return (segment, len(memory), start, dropped), descriptor
 
     def _segment(self, nbytes: int) -> tuple[int, int | None]:
         # Of several with the same size the one that was released last, which may be in caches.
@@ -97,20 +90,21 @@ class Mappings:
         self._lent: dict[int, tuple[Any, int]] = {}  # weak references to memory, and its segments
         self._returned: deque[Any] = deque()
 
-    def unpack(self, shared: SharedBatch, descriptor: int | None) -> Any:
+    def unpack(self, shared: Segment, descriptor: int | None) -> Any:
         """The batch, whose tensors lie in the segment and may be written to."""
-        for segment in shared.dropped:
-            del self._mapped[segment]
+        segment, nbytes, start, dropped = shared
+        for number in dropped:
+            del self._mapped[number]
         if descriptor is not None:
             try:
-                self._mapped[shared.segment] = _mapped(descriptor, shared.nbytes)
+                self._mapped[segment] = _mapped(descriptor, nbytes)
             finally:
                 os.close(descriptor)
-        memory = self._mapped[shared.segment].numpy()  # is freed with the last tensor over it
+        memory = self._mapped[segment].numpy()  # is freed with the last tensor over it
         # No Python code runs when it is freed, which Ctrl-C could interrupt.
         lent = weakref.ref(memory, self._returned.append)
-        self._lent[id(lent)] = lent, shared.segment
-        return put_together(pickle.loads(memory[shared.start :].data), memory)
+        self._lent[id(lent)] = lent, segment
+        return put_together(pickle.loads(memory[start:].data), memory)
 
     def released(self) -> list[int]:
         """The segments that became free since the last call."""

@@ -16,7 +16,6 @@ import queue
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 import warnings
@@ -33,11 +32,10 @@ from torch import Tensor, nn
 from fusedrl.channel import WeightHandle
 from fusedrl.channel.tensors import Weight
 from fusedrl.collectors.options import check_state
-from fusedrl.collectors.process import messages
-from fusedrl.collectors.process.messages import post, receive
+from fusedrl.collectors.process.messages import pickled, post, receive
 from fusedrl.collectors.process.shared_batches import Segments
 from fusedrl.compat.torch import map_leaves
-from fusedrl.compat.torchrl import frames_of, policy_with_state
+from fusedrl.compat.torchrl import frames_of, policy_with_state, set_frames
 from fusedrl.weights.collector import follow_policy, one_version_a_batch, trackers_of
 
 POLL_S = 0.2  # how often to check a process whose sentinel another process may keep open
@@ -63,30 +61,25 @@ class Job:
 
     def __reduce__(self) -> Any:
         """Pickle the function, while the process is started and locks can be pickled too."""
+        brought = self._brought
+
+        class Pickler(cloudpickle.Pickler):
+            def reducer_override(self, obj: Any) -> Any:
+                if id(obj) not in brought:
+                    return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
+                empty = torch.empty(obj.shape, dtype=obj.dtype, device="meta")
+                if isinstance(obj, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=False)
+                return empty.__reduce_ex__(2)
+
         file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.brought = self._brought
-        pickler.dump(self._make)
+        Pickler(file).dump(self._make)
         return partial, (pickle.loads, file.getvalue())
 
 
-class _Pickler(cloudpickle.Pickler):
-    brought: set[int]
-
-    def reducer_override(self, obj: Any) -> Any:
-        if id(obj) not in self.brought:
-            return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
-        empty = torch.empty(obj.shape, dtype=obj.dtype, device="meta")
-        if isinstance(obj, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=False)
-        return empty.__reduce_ex__(2)
-
-
 def make_collector(
-    kind: Callable[..., Any],
-    create_env_fn: Any,
+    make: Callable[..., Any],
     make_policy: Callable[[], Any],
-    arguments: dict[str, Any],
     channel: WeightHandle | None,
     schemes: dict[str, Any],
     *,
@@ -105,7 +98,7 @@ def make_collector(
     if scheme is not None:  # the collector calls the policy, which needs its weights by then
         scheme.init_on_receiver(model_id="policy", model=policy)
         scheme.connect()
-    collector = kind(create_env_fn, policy=policy, **arguments)
+    collector = make(policy=policy)
     collector.pre_collect_hook, collector.post_collect_hook = pre_collect_hook, post_collect_hook
     if schemes:
         collector.register_scheme_receiver(schemes)
@@ -132,22 +125,10 @@ def main(end: socket.socket, trainers_end: socket.socket, job: Job) -> None:
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     if torchrl.filter_warnings_subprocess:
         warnings.simplefilter("ignore")
+    # A spawned process runs this after what is registered from here on, and frees no modules, which
+    # would take seconds.
+    atexit.register(os._exit, 0)
     Worker(end).run(job)
-    # A spawned process runs this first at its exit; a forked one does not run it.
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    """End the process before the interpreter frees all modules, which takes seconds.
-
-    Functions that others registered with atexit have run by then.
-    """
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()  # noqa: SLF001
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(0)
 
 
 class Worker:
@@ -175,7 +156,7 @@ class Worker:
             pass
         except BaseException as error:  # also SystemExit, which a policy or a tool may raise
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            post(self._socket, messages.Failure.of(error))
+            post(self._socket, "fail", pickled(error))
         finally:
             with contextlib.suppress(Exception):
                 if self._collector is not None:
@@ -184,41 +165,45 @@ class Worker:
                 os.killpg(0, signal.SIGKILL)
 
     def _do_next(self) -> None:
-        """Do what the trainer asks for next; calls come before batches."""
+        """Do what the trainer asks for next; its messages come before batches."""
         if self._made < self._wanted and self._requests.empty():
             self._made += 1
-            self._collect(self._made)
-            return
-        request = self._requests.get()
-        if isinstance(request, messages.Call):
-            self._answer(request)
+            self._collect()
         else:
-            self._wanted = max(self._wanted, request.last)
-            self._segments.release(request.released)
+            method, *arguments = self._requests.get()
+            getattr(self, method)(*arguments)
 
-    def _collect(self, number: int) -> None:
-        collector = self._collector
-        before = frames_of(collector) or 0
-        self._batches = self._batches or iter(collector)
-        batch = next(self._batches, None)
+    def _collect(self) -> None:
+        self._batches = self._batches or iter(self._collector)
+        batch, descriptor = next(self._batches, None), None
         if batch is None:
             self._batches = None  # another state may be loaded, with which collecting goes on
-            post(self._socket, messages.Batch(number))
-            return
-        counted = frames_of(collector)
-        frames = batch.numel() if counted is None else counted - before
-        shared, descriptor = self._segments.pack(batch)
-        post(self._socket, messages.Batch(number, shared, frames), descriptor=descriptor)
+        else:
+            batch, descriptor = self._segments.pack(batch)
+        post(self._socket, "take", frames_of(self._collector), batch, descriptor=descriptor)
         if descriptor is not None:
             os.close(descriptor)
 
-    def _answer(self, call: messages.Call) -> None:
+    # What the trainer asks for.
+
+    def make(self, last: int, released: Iterable[int] = ()) -> None:
+        """Make the batches up to this number, counted from 1; some segments are free."""
+        self._wanted = max(self._wanted, last)
+        self._segments.release(released)
+
+    def call(self, number: int, request: bytes, frames: int | None) -> None:
+        """Call a pickled function with the collector, which then begins anew with this count.
+
+        All batches that were made before have been sent before the answer.
+        """
         try:
-            function, args = pickle.loads(call.pickled)
-            result: Any = cloudpickle.dumps(function(self._collector, *args))
+            function, args = pickle.loads(request)
+            result = cloudpickle.dumps(function(self._collector, *args))
+            if frames is not None:
+                set_frames(self._collector, frames)
+            post(self._socket, "answer", number, result, frames is not None)
         except Exception as error:
-            result = messages.Failure.of(error)
-        post(self._socket, messages.Answer(call.number, result))
+            post(self._socket, "fail", pickled(error), number)
 
     def _listen(self) -> None:
         """Receive messages in a thread, and end the process once the trainer has ended."""
@@ -235,7 +220,7 @@ class Worker:
                 ready = dict(ends.poll(POLL_S * 1000))
                 if self._socket.fileno() in ready:
                     message, _ = receive(self._socket)
-                    if message is None:
+                    if not message:
                         signal.pthread_kill(self._main_thread, signal.SIGTERM)
                     else:
                         self._requests.put(message)
@@ -279,14 +264,11 @@ def state_on_cpu(collector: Any) -> Any:
     return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
-def refuse_other_state(collector: Any, state: dict[str, Any], has_weights: bool) -> None:
-    """Raise unless a state fits, in which a policy that has weights has them too."""
-    strict = has_weights and policy_with_state(collector) is not None
-    check_state(collector.state_dict(), state, strict)
-
-
-def load_state(collector: Any, state: dict[str, Any]) -> None:
-    """Load a state that fits."""
-    collector.load_state_dict(state, strict=False)
-    if "policy_version" in state:
-        set_version(collector, state["policy_version"])
+def load_state(collector: Any, state: dict[str, Any], strict: bool, loads: bool) -> None:
+    """Load a state, or only raise unless it fits; ``strict`` wants the policy's weights in it."""
+    has_weights = policy_with_state(collector) is not None
+    check_state(collector.state_dict(), state, strict and has_weights)
+    if loads:
+        collector.load_state_dict(state, strict=False)
+        if "policy_version" in state:
+            set_version(collector, state["policy_version"])

@@ -19,8 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from fusedrl.collectors.process import messages
-from fusedrl.collectors.process.messages import post, receive
+from fusedrl.collectors.process.messages import post, receive, unpickled
 from fusedrl.collectors.process.shared_batches import Mappings
 from fusedrl.collectors.process.worker import POLL_S, Job, main
 from fusedrl.collectors.stream import SHUT_DOWN
@@ -41,9 +40,9 @@ class WorkerHandle:
         self._trainer = os.getpid()
         self._deadline = math.inf  # until when the worker has to end
         self._failure: Callable[[], BaseException] | None = None
-        self._asked = self._received = self._outdated = 0  # numbers of batches
-        self._batches: queue.SimpleQueue[messages.Batch] = queue.SimpleQueue()
-        self._calls: dict[int, tuple[queue.SimpleQueue[Any], bool]] = {}
+        self._asked = self._received = 0  # numbers of batches
+        self._batches: queue.SimpleQueue[tuple[Any, int | None]] = queue.SimpleQueue()
+        self._answers: dict[int, queue.SimpleQueue[Any]] = {}  # by the numbers of calls
         self._numbers = itertools.count()
         self._mappings = Mappings()
         self._released: list[int] = []  # segments of which the worker was not told yet
@@ -87,41 +86,43 @@ class WorkerHandle:
         """Request ``ahead`` batches after those that are taken, or that Ctrl-C has lost."""
         last = self._received - self._batches.qsize() + ahead
         if last > self._asked:
-            post(self._socket, messages.More(last))
+            post(self._socket, "make", last)
             self._asked = last  # if Ctrl-C comes before this, the same request is sent again
 
-    def batch(self, timeout: float | None) -> messages.Batch:
-        """Wait for the next batch, and take it; ``TimeoutError`` after ``timeout`` seconds."""
+    def batch(self, timeout: float | None) -> tuple[Any, int | None]:
+        """Wait for the next batch, and take it with the count of its collector, if it counts.
+
+        The batch is ``None`` at the end; ``TimeoutError`` after ``timeout`` seconds.
+        """
         self.check()
-        while True:
-            arrived = self._wait(self._batches, timeout, partial(self.ask, 1))
-            if arrived.number > self._outdated:
-                break
-        if isinstance(arrived.batch, Exception):
-            raise arrived.batch
-        return arrived
+        batch, frames = self._wait(self._batches, timeout, partial(self.ask, 1))
+        if isinstance(batch, Exception):
+            raise batch
+        return batch, frames
 
     def call(
-        self, function: Callable[..., Any], *args: Any, anew: bool = False, waits: bool = True
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        frames: int | None = None,
+        waits: bool = True,
     ) -> Any:
         """Call ``function(collector, *args)`` in the worker, between batches.
 
-        ``anew`` drops the batches from before the call. Without ``waits`` its result, or what it
-        raises, is lost.
+        After a call with ``frames`` the worker begins anew: its collector goes on from this count,
+        and batches from before are dropped. Without ``waits`` the result is lost.
         """
         self.check()
         number = next(self._numbers)
-        answers, _ = self._calls[number] = queue.SimpleQueue(), anew
+        answers = self._answers[number] = queue.SimpleQueue()
         try:
-            post(self._socket, messages.Call(number, cloudpickle.dumps((function, args))))
-            if not waits:
-                return None
-            result = self._wait(answers)
+            post(self._socket, "call", number, cloudpickle.dumps((function, args)), frames)
+            result: Any = self._wait(answers) if waits else None
         finally:
-            self._calls.pop(number, None)
-        if isinstance(result, messages.Failure):
-            raise result.exception()
-        return pickle.loads(result)
+            self._answers.pop(number, None)
+        if isinstance(result, partial):
+            raise result()
+        return result and pickle.loads(result)
 
     def _wait(
         self,
@@ -154,9 +155,13 @@ class WorkerHandle:
             # It may have been stopped by a signal, and the socket be full for as long.
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGCONT)
-                post(self._socket, None, socket.MSG_DONTWAIT)
+                post(self._socket, flags=socket.MSG_DONTWAIT)
             if threading.current_thread() is self._thread:
                 return  # it collects garbage, and goes on
+            if time.monotonic() > self._deadline + 2 * KILL_S:  # a batch takes for ever to unpickle
+                self._failure = self._ended
+                self._kill()
+                return
             time.sleep(0.01)
         self._socket.close()
         with contextlib.suppress(ValueError):  # Ctrl-C came before the thread, and it ends alone
@@ -174,50 +179,56 @@ class WorkerHandle:
             while time.monotonic() < self._deadline:
                 ready = dict(ends.poll(POLL_S * 1000))
                 if self._socket.fileno() in ready:
-                    self._take(*receive(self._socket))
+                    (method, *arguments), descriptor = receive(self._socket)
+                    getattr(self, method)(*arguments, *(() if descriptor is None else [descriptor]))
                 # A child of the worker may keep its end of the socket open, and the sentinel.
                 elif ready or not self.process.is_alive():
                     break
         except (EOFError, ConnectionError):
             pass
         except OSError as error:
-            self._failure = partial(
-                RuntimeError,
-                f"collector: expected what the worker sends, got {error}; raise the limit of open "
-                "files (ulimit -n), or open fewer",
-            )
+            self._failure = partial(RuntimeError, f"collector: expected a message, got {error}")
             self.process.kill()
         finally:
             self.process.join(max(0.0, min(self._deadline - time.monotonic(), KILL_S)))
             if self.process.exitcode != 0:
-                self.process.kill()
-                with contextlib.suppress(OSError):  # what its environment has started
-                    os.killpg(self.pid, signal.SIGKILL)
+                self._kill()
                 self.process.join()
             self._failure = self._failure or self._ended
 
-    def _take(self, message: Any, descriptor: int | None) -> None:
-        match message:
-            case messages.Batch(number, batch, frames):
-                try:
-                    batch = batch and self._mappings.unpack(batch, descriptor)
-                except Exception as error:
-                    batch = error
-                self._batches.put(messages.Batch(number, batch, frames))
-                self._received = number  # last, or ask() might ask for one too many
-                del batch
-                self._released += self._mappings.released()
-                # This thread must not wait for a worker that is stopped; the next batch tells it.
-                with contextlib.suppress(OSError):
-                    post(self._socket, messages.More(0, self._released), socket.MSG_DONTWAIT)
-                    self._released = []
-            case messages.Answer(number, result):
-                answers, anew = self._calls.get(number, (queue.SimpleQueue(), False))
-                if anew and not isinstance(result, messages.Failure):
-                    self._outdated = self._received
-                answers.put(result)
-            case messages.Failure():
-                self._failure = message.exception
+    def take(self, frames: int | None, shared: Any, descriptor: int | None = None) -> None:
+        """Put a batch where it is taken, or the error of unpacking it."""
+        try:
+            batch = shared and self._mappings.unpack(shared, descriptor)
+        except Exception as error:
+            batch = error
+        self._batches.put((batch, frames))
+        self._received += 1  # last, or ask() might ask for one too many
+        del batch
+        self._released += self._mappings.released()
+        # This thread must not wait for a worker that is stopped; the next batch tells it.
+        with contextlib.suppress(OSError):
+            post(self._socket, "make", 0, self._released, flags=socket.MSG_DONTWAIT)
+            self._released = []
+
+    def answer(self, number: int, result: bytes, anew: bool) -> None:
+        """Hand out the pickled result of a call; ``anew`` drops all batches from before it."""
+        with contextlib.suppress(queue.Empty):
+            while anew:
+                self._batches.get_nowait()
+        self._answers.get(number, queue.SimpleQueue()).put(result)
+
+    def fail(self, error: bytes, number: int | None = None) -> None:
+        """Hand out the error of a call, or what has ended the worker."""
+        if number is None:
+            self._failure = partial(unpickled, error)
+        else:
+            self._answers.get(number, queue.SimpleQueue()).put(partial(unpickled, error))
+
+    def _kill(self) -> None:
+        self.process.kill()
+        with contextlib.suppress(OSError):  # what its environment has started
+            os.killpg(self.pid, signal.SIGKILL)
 
     def _ended(self) -> RuntimeError:
         if self._deadline < math.inf:
