@@ -69,7 +69,7 @@ class EngineWeights:
                 "call publish() there, and update the engine where channel.holds is true"
             )
         timeout = seconds("timeout", timeout)
-        called = engine_of(engine, timeout)
+        called = engine_of(engine)
         self.channel = channel
         self._update = Update(called, channel.handle, lambda: channel.version, in_flight, timeout)
 
@@ -101,15 +101,15 @@ class EngineWeights:
 
         Returns, Raises: as :meth:`update`; ``RuntimeError`` also if nothing is published.
         """
-        return self._run(self._newest)
+        return self._run(lambda: self.channel.version)
 
-    def _run(self, publish: Callable[[], int]) -> int:
+    def _run(self, publish: Callable[[], int | None]) -> int:
         if self._update.engine.in_loop:
             raise TypeError(
                 "engine: expected a vllm.LLM or a server, got an AsyncLLM, which is called in its "
                 "event loop; await update_async() there"
             )
-        with self._update.known.lock:
+        with self._update.engine.lock:
             return run_calls(self._update.run(publish()))
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
@@ -121,10 +121,10 @@ class EngineWeights:
 
     async def load_async(self) -> int:
         """As :meth:`load`, in the event loop of an ``AsyncLLM``."""
-        return await self._run_in_loop(self._newest)
+        return await self._run_in_loop(lambda: self.channel.version)
 
-    async def _run_in_loop(self, publish: Callable[[], int]) -> int:
-        lock = self._update.known.lock
+    async def _run_in_loop(self, publish: Callable[[], int | None]) -> int:
+        lock = self._update.engine.lock
         while not lock.acquire(blocking=False):  # a thread that waits for it could not be cancelled
             await asyncio.sleep(_LOOK_S)
         try:
@@ -134,11 +134,3 @@ class EngineWeights:
             return await update
         finally:
             lock.release()
-
-    def _newest(self) -> int:
-        if (newest := self.channel.version) is None:
-            raise RuntimeError(
-                "version: expected a published one, got none; call update(), or publish() of the "
-                "channel, first"
-            )
-        return newest
