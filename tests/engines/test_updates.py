@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ class Engine:
 
 def update_of(engine):
     """A function that brings a version, with what it says that the engine has."""
-    update = Update(engine, WeightHandle(1, 3, "secret"), lambda: None)
+    update = Update(engine, WeightHandle(1, 3, "secret"), SimpleNamespace(version=None))
 
     def load(version):
         return run_calls(update.run(version))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import re
@@ -24,12 +25,9 @@ from fusedrl.logs import warn_once
 
 BACKEND = "fusedrl"
 InFlight = Literal["recompute", "wait"]
-# Seconds that workers have for loading a version, or for finding out that it does not exist.
-_LOADING = 60.0
-# Seconds in which a server says whether its engine runs.
-_HEALTH = 5.0
-# Seconds within which the end of an engine is noticed.
-_ALIVE = 0.5
+_LOADING = 60.0  # seconds for a load, or for an error that says why there is none
+_HEALTH = 5.0  # seconds in which a server says whether its engine runs
+_ALIVE = 0.5  # seconds within which the end of an engine is noticed
 # A server runs on this machine, and the calls have the channel's secret: no proxy is asked.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ENDED = (
@@ -215,9 +213,13 @@ class Server(Engine):
             with _DIRECTLY.open(request, timeout=timeout) as answer:
                 return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
+            reason = error.read().decode(errors="replace") or error.reason
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                reason = json.loads(reason)["error"]["message"]
+            remedy = "see its log" if error.code != 404 else "start it with VLLM_SERVER_DEV_MODE=1"
             raise RuntimeError(
                 f"engine: expected {self.address}/{path.partition('?')[0]} to succeed, got "
-                f"{error.code}: {_reason(error)}; the server's log says more"
+                f"{error.code}: {reason}; {remedy}"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
@@ -229,13 +231,3 @@ class Server(Engine):
                 f"engine: expected a server at {self.address}, got {error}; start it first, with "
                 "VLLM_SERVER_DEV_MODE=1, and give an address that its workers can call too"
             ) from error
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    if error.code == 404:
-        return "no such call; start the server with VLLM_SERVER_DEV_MODE=1"
-    text = error.read().decode(errors="replace")
-    try:
-        return json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return text[:2000] or error.reason

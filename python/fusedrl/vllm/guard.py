@@ -12,10 +12,8 @@ from typing import Any
 from fusedrl.vllm.engines import Server
 from fusedrl.vllm.update import bring, run_calls
 
-# Seconds within which the end of a trainer is noticed.
-_LOOK = 0.5
-# Seconds after which all calls of a trainer that ended have reached the engine.
-_SETTLED = 1.0
+_LOOK = 0.5  # seconds within which the end of a trainer is noticed
+_SETTLED = 1.0  # seconds after which all its calls have reached the engine
 _TRIES = 5
 
 logger = logging.getLogger("fusedrl")

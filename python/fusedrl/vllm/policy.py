@@ -73,7 +73,7 @@ class EngineFollower(Follower):
         wrappers = wrappers_in(policy)
         self.engine = wrappers[0].model
         engine = engine_of(self.engine)
-        self._update = Update(engine, handle, lambda: reader.version)
+        self._update = Update(engine, handle, reader)
         if any(other.engine is self.engine for other in list(_FOLLOWERS)):
             raise ValueError(
                 "policy: expected an engine that nothing else gives weights to, got one that "
@@ -87,6 +87,7 @@ class EngineFollower(Follower):
             ) from error
         # It may have a label from another channel, which means nothing in this one.
         run_calls(engine.ask(engine.name, STARTED_WITH))
+        engine.has = None  # whatever it has is loaded again under its number
         tells = hasattr(CompletionOutput, "weight_versions")
         of_torchrl = (w for w in wrappers if tells and engine_kind(w) and w.generate)
         self._reports = [ReportedVersions(wrapper) for wrapper in of_torchrl]

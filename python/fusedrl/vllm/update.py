@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from fusedrl.channel import WeightHandle
+from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.vllm.engines import Engine, InFlight
 
 Value = TypeVar("Value")
@@ -30,7 +30,7 @@ class Update:
 
     Args:
         engine, handle: the engine, and the channel's.
-        newest: returns the version that is published last.
+        source: the channel, or a reader of it.
         in_flight, timeout: as for :class:`~fusedrl.vllm.EngineWeights`.
     """
 
@@ -38,14 +38,14 @@ class Update:
         self,
         engine: Engine,
         handle: WeightHandle,
-        newest: Callable[[], int | None],
+        source: WeightChannel | WeightReader,
         in_flight: InFlight = "recompute",
         timeout: float = 60.0,
     ) -> None:
         self.engine = engine
         self.version: int | None = None  # that the engine was given last
         self._address = asdict(handle)
-        self._newest = newest
+        self._source = source
         self._in_flight = in_flight
         self._timeout = timeout
 
@@ -113,7 +113,7 @@ class Update:
                 await self.tell(lease={"version": version, **asked})
                 return version
             except Exception as error:
-                former, version = version, max(version, self._newest() or 0)
+                former, version = version, max(version, self._source.version or 0)
                 is_busy = BUSY in str(error)
                 if time.monotonic() > deadline or not (is_busy or version > former):
                     raise

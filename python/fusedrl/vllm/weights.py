@@ -69,9 +69,8 @@ class EngineWeights:
                 "call publish() there, and update the engine where channel.holds is true"
             )
         timeout = seconds("timeout", timeout)
-        called = engine_of(engine)
         self.channel = channel
-        self._update = Update(called, channel.handle, lambda: channel.version, in_flight, timeout)
+        self._update = Update(engine_of(engine), channel.handle, channel, in_flight, timeout)
 
     @property
     def version(self) -> int | None:
@@ -89,9 +88,8 @@ class EngineWeights:
             The version that the engine has: a later one if another thread published in between.
 
         Raises:
-            ValueError, RuntimeError: weights that do not fit, or the engine refused; it goes on
-                with the version that it has. Or loading has failed twice, which the message says:
-                it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
+            ValueError, RuntimeError: weights that do not fit, the engine refused, or it has failed
+                to load them twice, which the message says.
             TypeError: the engine is an ``AsyncLLM``.
         """
         return self._run(lambda: self.channel.publish(weights, version))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.layout import listed
+from fusedrl.channel.layout import refuse_differences
 from fusedrl.channel.reader import Lease
 from fusedrl.compat.vllm import connectors_that_keep, key_value_caches, workers_of_this_engine
 from fusedrl.vllm.engines import Server
@@ -115,15 +115,8 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
             reader, weights = workers.all_or_none(fitting)
             unused = set.intersection(*map(set, workers.gathered(weights.unused)))
-
-            def used_by_a_stage() -> None:
-                if unused:
-                    raise ValueError(
-                        "channel: expected weights that the engine's model has, got others; create "
-                        "the channel from the model that the engine runs" + listed(sorted(unused))
-                    )
-
-            workers.all_or_none(used_by_a_stage)
+            remedy = "create it from the model that the engine runs"
+            workers.all_or_none(lambda: refuse_differences("channel", sorted(unused), remedy))
             opened.pop_all()
         self.shutdown()
         self._reader, self._weights = reader, weights
@@ -241,9 +234,8 @@ def _refuse_to_run(model: nn.Module, version: int) -> None:
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"model: expected the weights of one version, got parts of two, as version {version} "
-            "has not been loaded by all workers, for a reason that was logged before; update the "
-            "weights again before the engine generates"
+            f"model: expected weights of one version, got parts of two, as version {version} was "
+            "not loaded by all workers (see above); update them again before the engine generates"
         )
 
     for method in _RUNS:
