@@ -84,7 +84,7 @@ def test_a_channel_that_one_worker_cannot_open(llm, model, weights):
 def test_a_malformed_message_is_an_error_of_all(llm, weights):
     address = asdict(weights.channel.handle)
     for message in ({}, {"address": {}}, {"address": address, "lease": {}}, {"more": 1}):
-        with pytest.raises(Exception, match="worker 0: .*worker 1: "):
+        with pytest.raises(Exception, match=r"worker 0: .*worker 1: "):
             llm.init_weight_transfer_engine({"init_info": message})
         assert in_step(llm)
 

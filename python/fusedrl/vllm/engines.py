@@ -85,7 +85,7 @@ _ENGINES: weakref.WeakValueDictionary[int | str, Engine] = weakref.WeakValueDict
 
 def engine_of(engine: Any) -> Engine:
     """The object that calls an engine, the same one for as long as anything uses it."""
-    if isinstance(engine, str):
+    if isinstance(engine, str) and engine.startswith("http"):
         server = Server(engine)
         if not re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(engine).hostname or ""):
             warn_once(
@@ -99,8 +99,8 @@ def engine_of(engine: Any) -> Engine:
     if not isinstance(engine, LLM | AsyncLLM):
         raise TypeError(
             "engine: expected a vllm.LLM, a vllm.v1.engine.async_llm.AsyncLLM or the address of a "
-            f"server, such as 'http://localhost:8000', got {type(engine).__name__}; pass the "
-            "engine itself, not what is around it"
+            f"server, such as 'http://localhost:8000', got {engine!r}; pass the engine "
+            "itself, not what is around it"
         )
     is_offline = isinstance(engine, LLM)
     transfer = (engine.llm_engine if is_offline else engine).vllm_config.weight_transfer_config
