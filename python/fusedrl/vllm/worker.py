@@ -50,7 +50,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | None = None
         self._lease: Lease | None = None  # of the update that is running
-        self._over = threading.Event()  # whether that of a server is; the guard's of the first
+        self._over = threading.Event()  # whether a server's update is; of the first worker, its guard's
         self._over.set()
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -63,17 +63,17 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
                 outlives its trainer, and whether it ``stays`` paused after the update. ``load``
                 is the version that is leased, to load it, and ``over`` ends the update.
         """
-        workers, asked = Workers(*workers_of_this_engine()), init_info
+        workers = Workers(*workers_of_this_engine())
         with contextlib.suppress(FailedElsewhere):
-            handle = workers.all_or_none(lambda: WeightHandle(**asked["address"]))
+            handle = workers.all_or_none(lambda: WeightHandle(**init_info["address"]))
             is_read = self._reader is not None and self._reader.session == handle.session
-            if "load" in asked:
-                self._load(workers, asked["load"], is_read)
-            elif "over" not in asked:
+            if "load" in init_info:
+                self._load(workers, init_info["load"], is_read)
+            elif "over" not in init_info:
                 if not is_read:
                     self._open(workers, handle)
-                if "lease" in asked:
-                    self._take_lease(workers, asked["address"], asked["lease"])
+                if "lease" in init_info:
+                    self._take_lease(workers, init_info["address"], init_info["lease"])
             elif is_read:
                 self._end()
 
