@@ -50,7 +50,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | None = None
         self._lease: Lease | None = None  # of the update that is running
-        self._over = threading.Event()  # whether a server's update is; of the first worker, its guard's
+        self._over = threading.Event()  # whether a server's update is; its guard's
         self._over.set()
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
