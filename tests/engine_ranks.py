@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,3 @@ def agree(pipe: Any, store: Path, rank: int, size: int, failing: list[int]) -> N
     outcome = str(outcome), ranks.gathered(rank)
     dist.destroy_process_group()
     pipe.send(outcome)
-
-
-def outlive(pipe: Any, store: Path, rank: int) -> None:
-    """End as the second of two workers; as the first, send what that means for it."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    if rank == 1:
-        os._exit(1)
-    try:
-        Workers(2, rank, dist.group.WORLD).gathered(rank)
-    except RuntimeError as error:
-        pipe.send(str(error))

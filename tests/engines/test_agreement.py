@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_ranks import agree, outlive
+from engine_ranks import agree
 from prepared import processes
 
 from fusedrl.vllm.worker import Workers
@@ -24,15 +24,6 @@ def test_one_failure_is_the_failure_of_all(tmp_path, failing):
         return
     said = "; ".join(f"worker {rank}: ValueError: no {rank}" for rank in failing)
     assert [value for value, _ in outcomes] == ["None", "None", said]
-
-
-def test_a_worker_whose_other_has_ended_says_what_to_do(tmp_path):
-    ours, theirs = processes.Pipe()
-    for rank in range(2):
-        arguments = theirs, tmp_path / "store", rank
-        processes.Process(target=outlive, args=arguments, daemon=True).start()
-    assert ours.poll(60), "it waits for the other one"
-    assert "start a new engine" in ours.recv()
 
 
 def test_one_worker_raises_what_was_raised():

@@ -120,11 +120,14 @@ def test_an_update_past_the_collector_is_not_taken_for_its_version(
         assert checked(collector.next(), weights) == [1] * 4
 
 
+@pytest.mark.parametrize("is_first", [False, True])
 def test_what_another_update_has_loaded_of_the_channel_is_the_turns(
-    weights, channel, collect, engine
+    weights, channel, collect, engine, is_first
 ):
-    collector = collect()
-    EngineWeights(channel, engine).update(weights[1], 1)
+    collector = None if is_first else collect()
+    given = EngineWeights(channel, engine)
+    given.update(weights[1], 1)
+    collector = collector or collect()
     assert checked(collector.next(), weights) == [1] * 4
     assert collector.policy_version_tracker.version == 1
 

@@ -26,7 +26,7 @@ def test_they_leave_an_engine_with_this_backend_as_it_was(folder, model, tmp_pat
     with offline(folder) as llm, WeightChannel.create(model) as channel:
         before = expected(model)
         llm.start_weight_update()
-        with pytest.raises(Exception, match="Invalid update_info"):
+        with pytest.raises(Exception, match="address"):
             llm.update_weights({"update_info": {"weights": "of a trainer that has ended"}})
         assert list(completion(llm).token_ids) == before
         train(model)

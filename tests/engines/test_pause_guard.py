@@ -8,7 +8,6 @@ import pytest
 from engine_servers import paused_server
 
 from fusedrl.vllm import guard as module
-from fusedrl.vllm.guard import PauseGuard
 
 pytestmark = pytest.mark.heavy
 
@@ -39,13 +38,13 @@ def trainer(monkeypatch):
 def test_the_guard_brings_the_update_to_its_end(trainer, goes, stays):
     with paused_server() as (address, calls):
         channel = {"pid": trainer.pid, "fd": 3, "session": "secret"}
-        guard = PauseGuard(address, channel, 7, stays=stays)
+        over = module.guard(address, channel, 7, stays=stays)
         time.sleep(0.1)
-        assert not guard.over.is_set()
+        assert not over.is_set()
         assert calls == []
         if goes == "ends":  # whatever its channel says, which it may have closed before
             trainer.kill()
         else:
-            guard.over.set()
-        assert guard.over.wait(60)
+            over.set()
+        assert over.wait(60)
         assert calls == ([] if goes == "is over" else BRINGS[: len(BRINGS) - stays])

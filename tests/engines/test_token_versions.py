@@ -63,9 +63,9 @@ def test_answers_without_spans():
     silent = completion(2)
     silent.weight_versions = None
     for answer, message in (
-        (completion(3, finished=False), "expected one that is finished"),
-        (old, r"weight_versions, which vLLM has from 0\.32 on"),
-        (silent, "got tokens without a version"),
+        (completion(3, finished=False), "finish_reason=None; wait for the last output"),
+        (old, r"from vLLM 0\.32 on, got none, .*or upgrade vLLM"),
+        (silent, "got none, and finish_reason='length'"),
     ):
         with pytest.raises(ValueError, match=message):
             token_versions(answer)

@@ -1,5 +1,7 @@
 """Two workers that hold a model together have one version, or none of them has a new one."""
 
+from dataclasses import asdict
+
 import pytest
 from engine_faults import inject
 from tiny_engines import completion, expected, offline, spans_of, tiny_model, train
@@ -77,6 +79,14 @@ def test_a_channel_that_one_worker_cannot_open(llm, model, weights):
         assert one_reader.version is None
     assert answer_of(llm) == (before, "100")
     assert in_step(llm)
+
+
+def test_a_malformed_message_is_an_error_of_all(llm, weights):
+    address = asdict(weights.channel.handle)
+    for message in ({}, {"address": {}}, {"address": address, "lease": {}}, {"more": 1}):
+        with pytest.raises(Exception, match=r"worker 0: .*worker 1: "):
+            llm.init_weight_transfer_engine({"init_info": message})
+        assert in_step(llm)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

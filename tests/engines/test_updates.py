@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,9 +27,9 @@ class Engine:
 
     def __init__(self, failing=(), lost=False, error=RuntimeError):
         self.failing, self.lost, self.error = failing, lost, error
-        self.key = id(self)
         self.calls = 0
-        self.paused = False
+        self.paused = self.stopped = False
+        self.has = None
         self.weights = self.named = self.keys = "default"
         self.leased = None
         self.held = False
@@ -105,7 +106,7 @@ class Engine:
 
 def update_of(engine):
     """A function that brings a version, with what it says that the engine has."""
-    update = Update(engine, WeightHandle(1, 3, "secret"), lambda: None)
+    update = Update(engine, WeightHandle(1, 3, "secret"), SimpleNamespace(version=None))
 
     def load(version):
         return run_calls(update.run(version))
@@ -177,6 +178,7 @@ def test_one_that_fails_twice_stays_paused_until_an_update_succeeds():
     assert engine.named == "unknown"
     assert not engine.held
     # Of another trainer, whose update fails too, before it has loaded anything.
+    engine.stopped = False
     engine.failing = [engine.calls + PAUSE, engine.calls + PAUSE + 1]
     with pytest.raises(RuntimeError, match="no answer"):
         update_of(engine)[0](4)

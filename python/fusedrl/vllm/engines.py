@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import re
 import threading
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -23,12 +25,9 @@ from fusedrl.logs import warn_once
 
 BACKEND = "fusedrl"
 InFlight = Literal["recompute", "wait"]
-# Seconds that workers have for loading a version, or for finding out that it does not exist.
-_LOADING = 60.0
-# Seconds in which a server says whether its engine runs.
-_HEALTH = 5.0
-# Seconds within which the end of an engine is noticed.
-_ALIVE = 0.5
+_LOADING = 60.0  # seconds for a load, or for an error that says why there is none
+_HEALTH = 5.0  # seconds in which a server says whether its engine runs
+_ALIVE = 0.5  # seconds within which the end of an engine is noticed
 # A server runs on this machine, and the calls have the channel's secret: no proxy is asked.
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ENDED = (
@@ -40,7 +39,9 @@ _ENDED = (
 class Engine:
     """An engine that a trainer updates: what it has to be asked for each step, and how."""
 
-    key: int | str  # identifies the engine for as long as this object exists
+    timeout = 60.0  # seconds that its workers wait for a version
+    has: tuple[str, int] | None = None  # the channel's session and the version that it was given
+    stopped = False  # by an update that has not let it go on yet
     address: str | None = None  # of a server, which outlives its trainer
     in_loop = False  # whether it is called within an event loop
     requests_wait = True  # while it is paused, as LLM.generate() cannot
@@ -55,6 +56,9 @@ class Engine:
     tell: Callable[[dict[str, Any]], Any]  # passes a message to the workers
     drop_keys: Callable[[], Any]  # all keys and values, a connector's too; whether it could
     drop_encoded: Callable[[], Any]  # what the encoder has computed
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held by the update that is running
 
     async def ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """The answer to a call, or an error once the engine has ended.
@@ -76,24 +80,27 @@ class Engine:
         return answer.result()
 
 
-def engine_of(engine: Any, timeout: float = 60.0) -> Engine:
-    """The object that calls an engine; ``timeout`` is how long a server's workers wait."""
-    if isinstance(engine, str):
-        server = Server(engine, timeout + _LOADING)
+_ENGINES: weakref.WeakValueDictionary[int | str, Engine] = weakref.WeakValueDictionary()
+
+
+def engine_of(engine: Any) -> Engine:
+    """The object that calls an engine, the same one for as long as anything uses it."""
+    if isinstance(engine, str) and engine.startswith("http"):
+        server = Server(engine)
         if not re.fullmatch(r"localhost|127(\.\d+){3}|::1", urlsplit(engine).hostname or ""):
             warn_once(
                 f"engine: expected a loopback address, got {engine}; each call has the channel's "
                 "secret, and who reaches that port controls the engine: serve it on 127.0.0.1"
             )
-        return server
+        return _ENGINES.setdefault(server.address, server)
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
 
     if not isinstance(engine, LLM | AsyncLLM):
         raise TypeError(
             "engine: expected a vllm.LLM, a vllm.v1.engine.async_llm.AsyncLLM or the address of a "
-            f"server, such as 'http://localhost:8000', got {type(engine).__name__}; pass the "
-            "engine itself, not what is around it"
+            f"server, such as 'http://localhost:8000', got {engine!r}; pass the engine "
+            "itself, not what is around it"
         )
     is_offline = isinstance(engine, LLM)
     transfer = (engine.llm_engine if is_offline else engine).vllm_config.weight_transfer_config
@@ -103,7 +110,8 @@ def engine_of(engine: Any, timeout: float = 60.0) -> Engine:
             f"engine: expected one with backend={BACKEND!r}, got backend={backend!r}; start it "
             f"with weight_transfer_config=WeightTransferConfig(backend={BACKEND!r})"
         )
-    return Offline(engine) if is_offline else InLoop(engine)
+    # It keeps the engine, so that no other one gets its id.
+    return _ENGINES.setdefault(id(engine), Offline(engine) if is_offline else InLoop(engine))
 
 
 class Offline(Engine):
@@ -112,8 +120,8 @@ class Offline(Engine):
     requests_wait = False
 
     def __init__(self, llm: Any) -> None:
+        super().__init__()
         self._llm = llm
-        self.key = id(llm)
         self.label = llm.get_weight_version
         self.is_paused = lambda: False  # generate() would wait for ever
         self.pause = lambda mode: llm.sleep(level=0, mode=mode)
@@ -140,7 +148,7 @@ class InLoop(Engine):
     def __init__(self, llm: Any) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest as Request
 
-        self.key = id(llm)
+        super().__init__()
         self.label = llm.get_weight_version
         self.is_paused = llm.is_paused
         self.pause = lambda mode: llm.pause_generation(mode=mode, clear_cache=False)
@@ -167,14 +175,11 @@ class InLoop(Engine):
 class Server(Engine):
     """A server that runs with ``VLLM_SERVER_DEV_MODE=1``, which these calls need."""
 
-    def __init__(self, address: str, timeout: float) -> None:
-        if not address.startswith(("http://", "https://")):
-            raise ValueError(
-                f"engine: expected an address such as 'http://localhost:8000', got {address!r}; "
-                "begin it with http:// or https://"
-            )
-        self.key = self.address = address.rstrip("/")
-        self._timeout = timeout
+    address: str
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self.address = address.rstrip("/")
         drop = "reset_prefix_cache?reset_running_requests=true&reset_external=true"
         call = self._call
         self.label = lambda: call("GET weight_info")["weight_version"]
@@ -185,18 +190,19 @@ class Server(Engine):
         self.name = lambda label: call("POST update_weight_version", {"new_version": label})
         self.drop_keys = lambda: call(f"POST {drop}")["success"]
         self.drop_encoded = lambda: call("POST reset_encoder_cache")
-        self.reach = lambda: call("GET version")  # which a busy engine need not answer
+        self.check_health = lambda: call("GET health", timeout=_HEALTH)  # not asking the engine
 
     def has_ended(self) -> bool:
         """Whether its engine has ended; a server that does not answer in time is busy."""
         try:
-            with _DIRECTLY.open(f"{self.address}/health", timeout=_HEALTH):
-                return False
-        except (OSError, http.client.HTTPException) as error:
-            return not isinstance(getattr(error, "reason", error), TimeoutError)
+            self.check_health()
+        except (RuntimeError, TimeoutError) as error:
+            return isinstance(error, RuntimeError)
+        return False
 
-    def _call(self, line: str, fields: dict[str, Any] | None = None) -> Any:
+    def _call(self, line: str, fields: Any = None, timeout: float | None = None) -> Any:
         method, path = line.split(" ")
+        timeout = timeout or self.timeout + _LOADING
         request = urllib.request.Request(
             f"{self.address}/{path}",
             data=json.dumps(fields).encode() if fields else None,
@@ -204,30 +210,24 @@ class Server(Engine):
             method=method,
         )
         try:
-            with _DIRECTLY.open(request, timeout=self._timeout) as answer:
+            with _DIRECTLY.open(request, timeout=timeout) as answer:
                 return json.loads(answer.read() or "null")
         except urllib.error.HTTPError as error:
+            reason = error.read().decode(errors="replace") or error.reason
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                reason = json.loads(reason)["error"]["message"]
+            remedy = "see its log" if error.code != 404 else "start it with VLLM_SERVER_DEV_MODE=1"
             raise RuntimeError(
                 f"engine: expected {self.address}/{path.partition('?')[0]} to succeed, got "
-                f"{error.code}: {_reason(error)}; the server's log says more"
-            ) from error
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"engine: expected {self.address} to answer within {self._timeout} s, got "
-                "nothing; see what it does, or raise timeout"
+                f"{error.code}: {reason}; {remedy}"
             ) from error
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(getattr(error, "reason", error), TimeoutError):
+                raise TimeoutError(
+                    f"engine: expected {self.address} to answer within {timeout} s, got nothing; "
+                    "see what it does, or raise timeout"
+                ) from error
             raise RuntimeError(
                 f"engine: expected a server at {self.address}, got {error}; start it first, with "
                 "VLLM_SERVER_DEV_MODE=1, and give an address that its workers can call too"
             ) from error
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    if error.code == 404:
-        return "no such call; start the server with VLLM_SERVER_DEV_MODE=1"
-    text = error.read().decode(errors="replace")
-    try:
-        return json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return text[:2000] or error.reason

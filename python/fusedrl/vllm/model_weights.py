@@ -92,10 +92,6 @@ class ModelWeights:
         return wrong
 
 
-def _as_it_is(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    return [(name, tensor)]
-
-
 def _way_in(config: Any, layout: Layout) -> tuple[list[str], InCheckpoint, list[str]]:
     """The names of a layout that a model needs, and what its checkpoint has of each.
 
@@ -108,7 +104,7 @@ def _way_in(config: Any, layout: Layout) -> tuple[list[str], InCheckpoint, list[
     stored = [entry.name for entry in layout.stored]
     if config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
-        return stored, _as_it_is, []
+        return stored, next(_forms(config)), []
     entries = {entry.name: entry for entry in layout.entries}
     choices = [list(entries), stored] if len(entries) > len(stored) else [stored]
     # Each stage of a pipeline uses a part.
@@ -131,7 +127,7 @@ def _way_in(config: Any, layout: Layout) -> tuple[list[str], InCheckpoint, list[
 
 
 def _forms(config: Any) -> Iterator[InCheckpoint]:
-    yield _as_it_is
+    yield lambda name, tensor: [(name, tensor)]
     # No checkpoint of the model may be known.
     with contextlib.suppress(ImportError, ValueError):
         yield transformers.in_checkpoint(config.model_config.hf_config)

@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -59,11 +58,8 @@ class EngineFollower(Follower):
     """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
 
     As long as it is followed, torchrl's wrappers report the version of each token, if vLLM does
-    (from 0.32 on). What the engine has started with is version 0.
-
-    Args:
-        handle: of the channel, which the engine opens itself; ``reader`` tells what is published.
-        policy: contains the engine.
+    (from 0.32 on). What the engine has started with is version 0. The engine opens the channel
+    itself, by its ``handle``; ``reader`` tells what is published.
 
     Raises:
         ValueError: the engine was started without the backend, another follower has it, or its
@@ -77,21 +73,21 @@ class EngineFollower(Follower):
         wrappers = wrappers_in(policy)
         self.engine = wrappers[0].model
         engine = engine_of(self.engine)
+        self._update = Update(engine, handle, reader)
         if any(other.engine is self.engine for other in list(_FOLLOWERS)):
             raise ValueError(
                 "policy: expected an engine that nothing else gives weights to, got one that "
                 "follows a channel already; shut down the other collector first"
             )
         try:
-            run_calls(engine.ask(engine.tell, {"address": asdict(handle)}))
-            # It may have a label from another channel, which means nothing in this one.
-            run_calls(engine.ask(engine.name, STARTED_WITH))
+            run_calls(self._update.tell())
         except Exception as error:  # errors of an engine in another process have lost their class
             raise ValueError(
-                f"channel: expected one that the policy's engine can read, got: {error}; create it "
-                "from the model that the engine runs"
+                f"channel: expected one that the policy's engine can read: {error}"
             ) from error
-        self._update = Update(engine, handle, lambda: reader.version)
+        # It may have a label from another channel, which means nothing in this one.
+        run_calls(engine.ask(engine.name, STARTED_WITH))
+        engine.has = None  # whatever it has is loaded again under its number
         tells = hasattr(CompletionOutput, "weight_versions")
         of_torchrl = (w for w in wrappers if tells and engine_kind(w) and w.generate)
         self._reports = [ReportedVersions(wrapper) for wrapper in of_torchrl]
@@ -99,9 +95,9 @@ class EngineFollower(Follower):
 
     def _switch(self) -> None:
         newest, update = self.reader.version, self._update
-        with update.known.lock:
+        with update.engine.lock:
             # It may have that from an update that is not this follower's.
-            is_there = update.known.has == (self.reader.session, newest)
+            is_there = update.engine.has == (self.reader.session, newest)
             self.version = newest if is_there else run_calls(update.run(newest))
 
     def close(self, detach: bool = True) -> None:

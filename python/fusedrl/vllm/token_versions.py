@@ -27,8 +27,8 @@ def token_versions(completion: Any) -> Tensor:
         started with.
 
     Raises:
-        ValueError: the completion has no versions, has others than a channel's, or they do not fit
-            its tokens.
+        ValueError: the completion has no versions yet, or others than a channel's, or they do not
+            fit its tokens.
 
     Example:
         >>> from types import SimpleNamespace as Span
@@ -37,20 +37,12 @@ def token_versions(completion: Any) -> Tensor:
         >>> token_versions(Span(token_ids=[5, 6, 7], weight_versions=spans, finish_reason="stop"))
         tensor([0, 7, 7])
     """
-    if not hasattr(completion, "weight_versions"):
-        raise ValueError(
-            "completion: expected weight_versions, which vLLM has from 0.32 on, got "
-            f"{type(completion).__name__} without them; upgrade vLLM"
-        )
-    spans, tokens = completion.weight_versions, len(completion.token_ids)
+    spans, tokens = getattr(completion, "weight_versions", None), len(completion.token_ids)
     if spans is None:
         raise ValueError(
-            "completion: expected one that is finished, which has its versions, got "
-            + (
-                "one that goes on; wait for its last output"
-                if completion.finish_reason is None
-                else "tokens without a version; take completions of vLLM's own engines"
-            )
+            "completion: expected weight_versions, which one that is finished has from vLLM 0.32 "
+            f"on, got none, and finish_reason={completion.finish_reason!r}; wait for the last "
+            "output of a request, or upgrade vLLM"
         )
     ends, starts = [0, *(s.end for s in spans)], [*(s.start for s in spans), tokens]
     if starts != ends or ends != sorted(ends):
@@ -61,16 +53,11 @@ def token_versions(completion: Any) -> Tensor:
         )
     versions = torch.empty(tokens, dtype=torch.int64)
     for span in spans:
-        versions[span.start : span.end] = _number(span.version)
+        label = "0" if span.version == STARTED_WITH else span.version
+        if not _VERSION.fullmatch(label) or int(label) > MAX_VERSION:
+            raise ValueError(
+                f"completion: expected versions of a channel, got {label!r}; let the engine's "
+                "weights be updated by fusedrl alone, which gives them their numbers"
+            )
+        versions[span.start : span.end] = int(label)
     return versions
-
-
-def _number(label: str) -> int:
-    if label == STARTED_WITH:
-        return 0
-    if _VERSION.fullmatch(label) and int(label) <= MAX_VERSION:
-        return int(label)
-    raise ValueError(
-        f"completion: expected versions of a channel, got {label!r}; let the engine's weights be "
-        "updated by fusedrl alone, which gives them their numbers"
-    )

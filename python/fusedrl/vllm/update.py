@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from fusedrl.channel import WeightHandle
+from fusedrl.channel import WeightChannel, WeightHandle, WeightReader
 from fusedrl.vllm.engines import Engine, InFlight
 
 Value = TypeVar("Value")
@@ -27,24 +25,12 @@ _AGAIN, _PATIENCE = 0.5, 60.0
 logger = logging.getLogger("fusedrl")
 
 
-class Known:
-    """What this process knows of one engine, which may have weights from several channels."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()  # held by the update that is running
-        self.has: tuple[str, int] | None = None  # the session and version that it was given last
-        self.paused = False  # by an update that has not let it go on yet
-
-
-_KNOWN: weakref.WeakValueDictionary[int | str, Known] = weakref.WeakValueDictionary()
-
-
 class Update:
-    """The updates of one engine from one channel; each is one :meth:`run`, within ``known.lock``.
+    """The updates of one engine from one channel; each is one :meth:`run`, within ``engine.lock``.
 
     Args:
         engine, handle: the engine, and the channel's.
-        newest: returns the version that is published last.
+        source: the channel, or a reader of it.
         in_flight, timeout: as for :class:`~fusedrl.vllm.EngineWeights`.
     """
 
@@ -52,19 +38,18 @@ class Update:
         self,
         engine: Engine,
         handle: WeightHandle,
-        newest: Callable[[], int | None],
+        source: WeightChannel | WeightReader,
         in_flight: InFlight = "recompute",
         timeout: float = 60.0,
     ) -> None:
         self.engine = engine
         self.version: int | None = None  # that the engine was given last
-        self.known = _KNOWN.setdefault(engine.key, Known())
         self._address = asdict(handle)
-        self._newest = newest
+        self._source = source
         self._in_flight = in_flight
         self._timeout = timeout
 
-    async def run(self, version: int) -> int:
+    async def run(self, version: int | None) -> int:
         """Load a published version, or a later one, and return its number.
 
         First the workers lease it: what can be refused is refused here, and nothing has changed.
@@ -72,25 +57,38 @@ class Update:
         still. If it fails again, the engine goes on with the version that it had if it has it
         still; otherwise it has the label of none, and answers nothing until an update succeeds.
         """
-        engine, known, first = self.engine, self.known, None
-        known.has = None
-        stays = await self._is_users_pause()
+        engine, first = self.engine, None
+        if version is None:
+            raise RuntimeError("version: expected a published one, got none; call update() first")
+        engine.has, engine.timeout = None, self._timeout
+        is_paused = not engine.stopped and await engine.ask(engine.is_paused)
+        # By somebody, who is no update that failed.
+        stays = is_paused and await engine.ask(engine.label) != UNKNOWN
         try:
             version = await self._lease(version, stays)
-            known.paused = not stays
+            engine.stopped = not stays
             if self._in_flight == "wait":
                 await engine.ask(engine.pause, "wait")
-            try:
-                await self._bring(version, stays)
-            except BaseException as error:
-                first = error
-                logger.warning("update: version %s is loaded again, after %r", version, first)
-                await self._bring(version, stays)
-            self.version, known.paused = version, False
-            known.has = self._address["session"], version
+            for is_last in (False, True):
+                try:
+                    calls = bring(engine, self._address, version, stays)
+                    await (to_its_end(calls) if engine.in_loop else calls)
+                    break
+                except BaseException as error:
+                    if is_last:
+                        raise
+                    first = error
+                    logger.warning("update: version %s is loaded again, after %r", version, error)
+            self.version, engine.stopped = version, False
+            engine.has = self._address["session"], version
         except BaseException as error:
             with contextlib.suppress(Exception):
-                await self._stop()
+                # A model with parts of two versions refuses to run where requests cannot wait.
+                if engine.stopped and (
+                    not engine.requests_wait or await engine.ask(engine.label) != UNKNOWN
+                ):
+                    await engine.ask(engine.resume)
+                    engine.stopped = False
             if first is None or not isinstance(error, Exception):
                 raise
             raise RuntimeError(
@@ -101,17 +99,10 @@ class Update:
         finally:
             # An engine that does not hear it hears the next update.
             with contextlib.suppress(Exception):
-                await self._tell(over=True)
+                await self.tell(over=True)
         if first is not None and not isinstance(first, Exception):
             raise first  # an interrupt
         return version
-
-    async def _is_users_pause(self) -> bool:
-        """Whether somebody has paused the engine who is no update that failed."""
-        engine = self.engine
-        if self.known.paused or not await engine.ask(engine.is_paused):
-            return False
-        return await engine.ask(engine.label) != UNKNOWN
 
     async def _lease(self, version: int, stays: bool) -> int:
         """Have the workers lease a version, or the newest if that is a later one; its number."""
@@ -119,32 +110,21 @@ class Update:
         asked = {"timeout": self._timeout, "server": self.engine.address, "stays": stays}
         while True:
             try:
-                await self._tell(lease={"version": version, **asked})
+                await self.tell(lease={"version": version, **asked})
                 return version
             except Exception as error:
-                former, version = version, max(version, self._newest() or 0)
+                former, version = version, max(version, self._source.version or 0)
                 is_busy = BUSY in str(error)
                 if time.monotonic() > deadline or not (is_busy or version > former):
                     raise
                 if is_busy:
                     time.sleep(_AGAIN)
 
-    async def _bring(self, version: int, stays: bool) -> None:
-        calls = bring(self.engine, self._address, version, stays)
-        await (to_its_end(calls) if self.engine.in_loop else calls)
+    async def tell(self, **message: Any) -> None:
+        """Send the engine's workers a message about the channel.
 
-    async def _stop(self) -> None:
-        """Let the engine go on if it has the version of its label; otherwise it stays paused."""
-        engine = self.engine
-        # A model with parts of two versions refuses to run where requests cannot wait.
-        if self.known.paused and (
-            not engine.requests_wait or await engine.ask(engine.label) != UNKNOWN
-        ):
-            await engine.ask(engine.resume)
-            self.known.paused = False
-
-    async def _tell(self, **message: Any) -> None:
-        # The address is sent each time, as the engine may have been restarted, or read another one.
+        Its address is in each, as the engine may have been restarted, or read another channel.
+        """
         await self.engine.ask(self.engine.tell, {"address": self._address, **message})
 
 
@@ -169,17 +149,14 @@ async def bring(engine: Engine, address: dict[str, Any], version: int, stays: bo
 
 async def to_its_end(work: Coroutine[Any, Any, Value]) -> Value:
     """Await work that must not be interrupted: cancellations take effect afterwards."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is None:
-        return task.result()
-    if not task.cancelled():
-        task.exception()  # asyncio would log an exception that nobody retrieves
-    raise cancelled
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        raise
 
 
 def run_calls(calls: Coroutine[Any, Any, Value]) -> Value:

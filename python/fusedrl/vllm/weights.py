@@ -69,9 +69,8 @@ class EngineWeights:
                 "call publish() there, and update the engine where channel.holds is true"
             )
         timeout = seconds("timeout", timeout)
-        called = engine_of(engine, timeout)
         self.channel = channel
-        self._update = Update(called, channel.handle, lambda: channel.version, in_flight, timeout)
+        self._update = Update(engine_of(engine), channel.handle, channel, in_flight, timeout)
 
     @property
     def version(self) -> int | None:
@@ -89,9 +88,8 @@ class EngineWeights:
             The version that the engine has: a later one if another thread published in between.
 
         Raises:
-            ValueError, RuntimeError: weights that do not fit, or the engine refused; it goes on
-                with the version that it has. Or loading has failed twice, which the message says:
-                it stays paused, or a ``vllm.LLM`` refuses to run, until an update succeeds.
+            ValueError, RuntimeError: weights that do not fit, the engine refused, or it has failed
+                to load them twice, which the message says.
             TypeError: the engine is an ``AsyncLLM``.
         """
         return self._run(lambda: self.channel.publish(weights, version))
@@ -101,15 +99,15 @@ class EngineWeights:
 
         Returns, Raises: as :meth:`update`; ``RuntimeError`` also if nothing is published.
         """
-        return self._run(self._newest)
+        return self._run(lambda: self.channel.version)
 
-    def _run(self, publish: Callable[[], int]) -> int:
+    def _run(self, publish: Callable[[], int | None]) -> int:
         if self._update.engine.in_loop:
             raise TypeError(
                 "engine: expected a vllm.LLM or a server, got an AsyncLLM, which is called in its "
                 "event loop; await update_async() there"
             )
-        with self._update.known.lock:
+        with self._update.engine.lock:
             return run_calls(self._update.run(publish()))
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
@@ -121,10 +119,10 @@ class EngineWeights:
 
     async def load_async(self) -> int:
         """As :meth:`load`, in the event loop of an ``AsyncLLM``."""
-        return await self._run_in_loop(self._newest)
+        return await self._run_in_loop(lambda: self.channel.version)
 
-    async def _run_in_loop(self, publish: Callable[[], int]) -> int:
-        lock = self._update.known.lock
+    async def _run_in_loop(self, publish: Callable[[], int | None]) -> int:
+        lock = self._update.engine.lock
         while not lock.acquire(blocking=False):  # a thread that waits for it could not be cancelled
             await asyncio.sleep(_LOOK_S)
         try:
@@ -134,11 +132,3 @@ class EngineWeights:
             return await update
         finally:
             lock.release()
-
-    def _newest(self) -> int:
-        if (newest := self.channel.version) is None:
-            raise RuntimeError(
-                "version: expected a published one, got none; call update(), or publish() of the "
-                "channel, first"
-            )
-        return newest

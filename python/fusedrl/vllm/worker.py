@@ -8,63 +8,40 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from fusedrl.channel import WeightHandle, WeightReader
-from fusedrl.channel.layout import listed
+from fusedrl.channel.layout import refuse_differences
 from fusedrl.channel.reader import Lease
 from fusedrl.compat.vllm import connectors_that_keep, key_value_caches, workers_of_this_engine
 from fusedrl.vllm.engines import Server
-from fusedrl.vllm.guard import PauseGuard
+from fusedrl.vllm.guard import guard
 from fusedrl.vllm.model_weights import ModelWeights
 from fusedrl.vllm.update import BUSY
 
 # CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
 # generate no tokens do not have the latter.
 _RUNS = ("compute_logits", "forward")
-_REACHED = 5.0  # seconds for a call of a server by its own worker
 
 
-@dataclass
-class Message(WeightTransferInitInfo, WeightTransferUpdateInfo):
-    """A message of a trainer: where its channel is, and what to do with it; plain JSON.
-
-    Attributes:
-        address: the fields of the channel's handle, with its secret.
-        lease: begins an update: the ``version`` that all workers are to lease, the seconds
-            (``timeout``) that they wait for it, the address of a ``server``, which outlives its
-            trainer, and whether the server ``stays`` paused after the update.
-        load: the version that is leased, to load it.
-        over: the update has ended.
-    """
-
-    address: dict[str, Any] = field(repr=False)
-    lease: dict[str, Any] | None = None
-    load: int | None = None
-    over: bool = False
-
-
-class ChannelWeightTransferEngine(WeightTransferEngine[Message, Message]):
+class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
     """Load versions of a :class:`WeightChannel` into the model of a vLLM worker.
 
     vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. A trainer's messages come to
     :meth:`init_transfer_engine`, since vLLM's own calls for an update have to be begun and ended,
     which a trainer that is killed in between does not do. All workers take each step or none does.
-    The lease is held until all of them have loaded its version, so that a load that failed can be
-    repeated whether or not the trainer lives.
+    The lease is held until the update is over, so that a load can be repeated whether or not the
+    trainer lives.
     """
 
-    init_info_cls = update_info_cls = Message
+    # Any dict, as what vLLM refuses on its own is refused by each worker alone.
+    init_info_cls = update_info_cls = dict
     # The channel has the weights of the model, not those of its draft.
     supports_draft_weight_update = False
 
@@ -72,26 +49,33 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Message, Message]):
         super().__init__(config, vllm_config, device, model)
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | None = None
-        self._lease: Lease | None = None  # of a version that is to be loaded
-        self._loaded: int | None = None  # the version of the reader's that all workers have
-        self._guard: PauseGuard | None = None
+        self._lease: Lease | None = None  # of the update that is running
+        self._over = threading.Event()  # whether a server's update is; its guard's
+        self._over.set()
 
-    def init_transfer_engine(self, init_info: Message) -> None:
-        """Do what a trainer asks for; without a further field, become a reader of its channel."""
-        workers, handle = Workers(*workers_of_this_engine()), WeightHandle(**init_info.address)
-        is_read = self._reader is not None and self._reader.session == handle.session
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Do what a trainer asks for, in plain JSON; only become a reader if that is all it says.
+
+        Args:
+            init_info: ``address`` has the fields of the channel's handle, with its secret.
+                ``lease`` begins an update: the ``version`` that all workers are to lease, the
+                seconds (``timeout``) that they wait for it, the address of a ``server``, which
+                outlives its trainer, and whether it ``stays`` paused after the update. ``load``
+                is the version that is leased, to load it, and ``over`` ends the update.
+        """
+        workers = Workers(*workers_of_this_engine())
         with contextlib.suppress(FailedElsewhere):
-            if init_info.load is not None:
-                self._load(workers, init_info.load, is_read)
-            elif init_info.over and is_read:
-                self._end()
-            elif not init_info.over:
-                if init_info.lease is not None:
-                    self._begin(workers, handle.session, init_info.lease["server"])
+            handle = workers.all_or_none(lambda: WeightHandle(**init_info["address"]))
+            is_read = self._reader is not None and self._reader.session == handle.session
+            if "load" in init_info:
+                self._load(workers, init_info["load"], is_read)
+            elif "over" not in init_info:
                 if not is_read:
                     self._open(workers, handle)
-                if init_info.lease is not None:
-                    self._take_lease(workers, init_info.address, init_info.lease)
+                if "lease" in init_info:
+                    self._take_lease(workers, init_info["address"], init_info["lease"])
+            elif is_read:
+                self._end()
 
     receive_weights = init_transfer_engine
 
@@ -106,100 +90,72 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Message, Message]):
         if reader is not None:
             reader.close()
 
-    def _begin(self, workers: Workers, session: str, server: str | None) -> None:
-        """Begin an update, unless that of another trainer is running."""
-        guard = self._guard
-
-        def check() -> None:
-            if guard is not None and not guard.over.is_set() and guard.session != session:
-                raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
-            if server is not None and workers.rank == 0:
-                # It has to let the server go on if the trainer is killed.
-                Server(server, _REACHED).reach()
-
-        workers.all_or_none(check)
-
     def _end(self) -> None:
         """End an update, if one is running."""
-        self._release()
-        if self._guard is not None:
-            self._guard.over.set()
-
-    def _release(self) -> None:
         if self._lease is not None:
             self._lease.release()  # an error may keep it
             self._lease = None
+        self._over.set()
 
     def _open(self, workers: Workers, handle: WeightHandle) -> None:
-        """Read a channel whose weights are those of the model."""
+        """Read a channel whose weights are those of the model, unless another one is loaded."""
         with contextlib.ExitStack() as opened:
 
             def fitting() -> tuple[WeightReader, ModelWeights]:
+                if not self._over.is_set():
+                    raise RuntimeError(f"{BUSY}, got one of another trainer; wait until it is over")
                 reader = opened.enter_context(handle.open())
-                check_connectors(self.vllm_config)
+                if keeping := connectors_that_keep(self.vllm_config):
+                    raise ValueError(
+                        "engine: expected a KV connector that drops what it has stored "
+                        f"(reset_cache), got {', '.join(keeping)}, which would serve keys and "
+                        "values of former weights; start the engine without it"
+                    )
                 return reader, ModelWeights(self.model, self.vllm_config, reader.layout)
 
             reader, weights = workers.all_or_none(fitting)
             unused = set.intersection(*map(set, workers.gathered(weights.unused)))
-
-            def used_by_a_stage() -> None:
-                if unused:
-                    raise ValueError(
-                        "channel: expected weights that the engine's model has, got others; create "
-                        "the channel from the model that the engine runs" + listed(sorted(unused))
-                    )
-
-            workers.all_or_none(used_by_a_stage)
+            remedy = "create it from the model that the engine runs"
+            workers.all_or_none(lambda: refuse_differences("channel", sorted(unused), remedy))
             opened.pop_all()
         self.shutdown()
-        self._reader, self._weights, self._loaded = reader, weights, None
+        self._reader, self._weights = reader, weights
 
     def _take_lease(self, workers: Workers, address: dict[str, Any], asked: dict[str, Any]) -> None:
         self._end()
-        reader, version, server = self._reader, asked["version"], asked["server"]
-        assert reader is not None
 
         def lease() -> None:
-            self._lease = reader.lease(version, asked["timeout"])
+            assert self._reader is not None
+            version, server = asked["version"], asked["server"]
+            if server is not None and workers.rank == 0:
+                Server(server).check_health()  # for the guard; before, it has no right to call
+            self._lease = self._reader.lease(version, asked["timeout"])
             if self._lease.version != version:
                 raise RuntimeError(
                     f"version: expected {version}, got a channel that has published "
                     f"{self._lease.version} since; publish less often"
                 )
 
-        try:
-            workers.all_or_none(lease)
-        except Exception:
-            self._release()
-            raise
-        if server is not None and workers.rank == 0:
-            self._guard = PauseGuard(server, address, version, asked["stays"])
+        workers.all_or_none(lease)
+        if asked["server"] is not None and workers.rank == 0:
+            self._over = guard(asked["server"], address, asked["version"], asked["stays"])
 
     def _load(self, workers: Workers, version: int, is_read: bool) -> None:
         """Load the version that is leased, on all workers; again if that has failed before."""
         weights, lease = self._weights, self._lease
-        if is_read and lease is None and self._loaded == version:
-            return  # the trainer has not got the answer
 
         def load() -> None:
             if not is_read or weights is None or lease is None or lease.version != version:
                 raise RuntimeError(
                     f"version: expected one that is leased, got {version}; update the engine again"
                 )
-            self._loaded = None
-            _refuse_to_run(self.model, f"another worker has not loaded version {version}")
-            try:
-                weights.load(lease.views)
-                clear_caches(self.vllm_config)
-                if self.device.type != "cpu":
-                    torch.accelerator.synchronize(self.device)
-            except Exception as error:
-                _refuse_to_run(self.model, f"version {version}: {type(error).__name__}: {error}")
-                raise
+            _refuse_to_run(self.model, version)
+            weights.load(lease.views)
+            clear_caches(self.vllm_config)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
 
         workers.all_or_none(load)
-        self._loaded = version
-        self._release()
         for method in _RUNS:
             vars(self.model).pop(method, None)
 
@@ -223,13 +179,7 @@ class Workers:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        try:
-            torch.distributed.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "engine: expected all its workers to run, got one that has ended; start a new "
-                "engine: its log says why the worker ended"
-            ) from error
+        torch.distributed.all_gather_object(values, value, group=self._group)
         return values
 
     def all_or_none(self, attempt: Callable[[], Any]) -> Any:
@@ -246,16 +196,6 @@ class Workers:
         if said:
             raise RuntimeError(said) if self.rank == self.size - 1 else FailedElsewhere(said)
         return value
-
-
-def check_connectors(vllm_config: Any) -> None:
-    """Raise ``ValueError`` for an engine with a connector that keeps what it has stored."""
-    if keeping := connectors_that_keep(vllm_config):
-        raise ValueError(
-            "engine: expected a KV connector that drops what it has stored (reset_cache), got "
-            f"{', '.join(keeping)}, which would serve keys and values of former weights; start the "
-            "engine without it"
-        )
 
 
 @torch.no_grad()
@@ -289,13 +229,13 @@ def _pages_given_back(data: Tensor) -> bool:
     return ctypes.CDLL(None).madvise(*pages, mmap.MADV_DONTNEED) == 0
 
 
-def _refuse_to_run(model: nn.Module, reason: str) -> None:
+def _refuse_to_run(model: nn.Module, version: int) -> None:
     """Make every run of a model fail, whereupon vLLM ends the engine."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            "model: expected the weights of one version, got parts of two, as loading failed "
-            f"({reason}); update the weights again before the engine generates"
+            f"model: expected weights of one version, got parts of two, as version {version} was "
+            "not loaded by all workers (see above); update them again before the engine generates"
         )
 
     for method in _RUNS:
