@@ -87,14 +87,13 @@ NEEDED: dict[str, dict[str, str]] = {
         ),
         "torchrl.collectors.weight_update:WeightUpdaterBase": (
             "_push_weights _get_server_weights _maybe_map_weights _skip_update "
-            "_sync_weights_with_worker _collector_wrs"
+            "_sync_weights_with_worker"
         ),
         "torchrl.weight_update:WeightSyncScheme": (
             "_init_on_sender_impl _init_on_receiver_impl "
             "_setup_connection_and_weights_on_sender_impl "
             "_setup_connection_and_weights_on_receiver_impl _initialized_on_receiver"
         ),
-        "torchrl.weight_update.utils": "_resolve_attr",
         "torchrl.modules.inference_server:InferenceServer": "_mark_weight_update",
         "torchrl.data.replay_buffers.ray_buffer": (
             "_RayReplayBufferClient _LazyDistributedReplayClient"

@@ -36,9 +36,8 @@ def is_policy(model_id: str) -> bool:
 
 def find_model(collector: Any, model_id: str) -> Any:
     """A model of a collector by its attribute path; ``ValueError`` if this process has none."""
-    get = getattr(collector, "get_model", None)
     try:
-        return torchrl.model_at(collector, model_id) if get is None else get(model_id)
+        return collector.get_model(model_id)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"weight_sync_schemes: expected {model_id!r} to name a model of the collector in this "
@@ -66,8 +65,8 @@ class Newest:
 
     version_type = "a channel's"  # nobody else counts them
 
-    def __init__(self, follower: Follower) -> None:
-        self._reader = follower.reader
+    def __init__(self, reader: WeightReader) -> None:
+        self._reader = reader
 
     @property
     def version(self) -> int:
@@ -129,7 +128,7 @@ def one_version_a_batch(
     trackers, changed = trackers_of(collector) if is_policy else [], {}
     if trackers:
         check_counts(trackers[0])
-        changed["policy_version_tracker"] = Newest(follower)
+        changed["policy_version_tracker"] = Newest(follower.reader)
     owner = weakref.ref(collector)  # a scheme that is kept keeps no collector
     inner = vars(collector).get("rollout")  # that of another follower
 
@@ -158,19 +157,18 @@ def one_version_a_batch(
 
 def replaced(owner: Any, **values: Any) -> Callable[[], None]:
     """Set attributes, and return what puts back the former ones if the owner still exists."""
-    reference = weakref.ref(owner)
+    reference, kind = weakref.ref(owner), type(owner)
     # A method is the class's again: bound, it would keep its owner.
-    methods = {n for n in values.keys() - vars(owner) if callable(getattr(type(owner), n, None))}
-    before = {name: getattr(owner, name) for name in values.keys() - methods}
+    methods = {n for n in values if n not in vars(owner) and callable(getattr(kind, n, None))}
+    before = {name: getattr(owner, name) for name in values if name not in methods}
     for name, value in values.items():
         setattr(owner, name, value)
 
     def put_back() -> None:
-        existing = reference()
-        for name in values if existing is not None else ():
-            if name in before:
-                setattr(existing, name, before[name])
-            else:
+        if (existing := reference()) is not None:
+            for name, value in before.items():
+                setattr(existing, name, value)
+            for name in methods:
                 delattr(existing, name)
 
     return put_back
@@ -179,8 +177,7 @@ def replaced(owner: Any, **values: Any) -> Callable[[], None]:
 def with_own_copy(collector: Any, model_id: str) -> Callable[[], None]:
     """Give a collector in the trainer's process a copy of its policy, which no training reaches.
 
-    Returns what gives it the original back. The path of the model has to be that of the policy, or
-    of a part of it.
+    Returns what gives it the original back. The model has to be the policy, or a part of it.
     """
     policy = module_of(collector.policy)
     if not is_policy(model_id) or followers_of(policy):
@@ -192,15 +189,14 @@ def with_own_copy(collector: Any, model_id: str) -> Callable[[], None]:
     try:
         if any(getattr(part, torch_names.COMPILED_CALL) is not None for part in policy.modules()):
             raise TypeError("one whose compile() was called; pass compile_policy= instead")
-        copies = copy.deepcopy(tuple(getattr(collector, name) for name in names))
+        copies = copy.deepcopy({name: getattr(collector, name) for name in names})
     except (TypeError, RuntimeError) as error:
         raise TypeError(
             "policy: expected one that copy.deepcopy takes, since a copy computes with the "
             f"weights of the channel, got {error}; leave out what cannot be copied, or collect in "
             "another process (AsyncCollector)"
         ) from error
-    changed = dict(zip(names, copies, strict=True), **{torchrl.COMPILED_POLICY: None})
-    return replaced(collector, **changed)
+    return replaced(collector, **copies, **{torchrl.COMPILED_POLICY: None})
 
 
 def follow_policy(
@@ -215,25 +211,21 @@ def follow_policy(
         mode: ``"alias"``, in which a version is held until the next one is loaded, or ``"copy"``.
     """
     with ExitStack() as stack:
-        reader = (
-            stack.enter_context(channel.open()) if isinstance(channel, WeightHandle) else channel
-        )
+        handle = channel if isinstance(channel, WeightHandle) else None
+        reader: Any = handle and stack.enter_context(handle.open()) or channel
         reader.require_open()
         if wrappers_in(policy):
-            if not isinstance(channel, WeightHandle):
+            if handle is None:
                 raise TypeError(
                     "channel: expected a WeightHandle for a policy with a vLLM engine, which opens "
-                    f"it in a process of its own, got {type(channel).__name__}; pass channel.handle"
+                    "it in a process of its own, got a WeightReader; pass channel.handle"
                 )
-            follower: Follower = EngineFollower(channel, reader, policy)
+            follower: Follower = EngineFollower(handle, reader, policy)
         else:
-            names = {entry.name for entry in reader.layout.entries}
-            inner = getattr(policy, "model", None)
-            has_names = isinstance(inner, nn.Module) and names <= {
-                w.name for w in weights_in(inner)
-            }
-            module = module_of(inner if has_names else policy)
-            follower = ModuleFollower(reader, module, mode, keeps=True)
+            names, inner = {*reader.layout.view_of}, getattr(policy, "model", None)
+            if isinstance(inner, nn.Module) and names <= {w.name for w in weights_in(inner)}:
+                policy = inner
+            follower = ModuleFollower(reader, module_of(policy), mode, keeps=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
 
@@ -242,11 +234,11 @@ def fitting_mode(
     module: nn.Module, reader: WeightReader, collector: Any
 ) -> Literal["alias", "copy"]:
     """``"alias"`` if dtypes and devices fit, and the collector neither compiles nor writes them."""
-    own = {w.name: w.tensor for w in weights_in(module) if w.kind == "parameter"}
+    dtypes = {entry.name: entry.dtype for entry in reader.layout.entries}
     fits = all(
-        (own[entry.name].dtype, own[entry.name].device) == (entry.dtype, reader.device)
-        for entry in reader.layout.entries
-        if entry.name in own
+        (weight.tensor.dtype, weight.tensor.device) == (dtypes[weight.name], reader.device)
+        for weight in weights_in(module)
+        if weight.kind == "parameter" and weight.name in dtypes
     )
     in_place = (
         getattr(collector, "compiled_policy", False)
@@ -267,14 +259,13 @@ def materialise(
     """
     made: dict[int, Tensor] = {}
     for weight in weights_in(module):
-        view = layout.view_of.get(weight.name)
         if not weight.tensor.is_meta or weight.home is None:
             continue
         if weight.name in buffers:
             weight.home[weight.key] = buffers[weight.name].to(device, copy=True)
-        elif view is not None:
+        elif (view := layout.view_of.get(weight.name)) is not None:
             if view not in made:
-                made[view] = torch.empty_like(weight.tensor, device=device, requires_grad=False)
-                if weight.kind == "parameter":
-                    made[view] = nn.Parameter(made[view], requires_grad=False)
+                memory = torch.empty_like(weight.tensor, device=device, requires_grad=False)
+                is_parameter = weight.kind == "parameter"
+                made[view] = nn.Parameter(memory, False) if is_parameter else memory
             weight.home[weight.key] = made[view]

@@ -49,12 +49,11 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     frames are tagged with it: 1 stands for the weights that a collector starts with.
     :class:`fusedrl.LLMCollector` takes a version for each turn. A dead worker is logged.
 
-    A collector in the trainer's own process computes with a copy of its policy, so that in-place
-    training does not reach it between updates.
+    A scheme serves one collector. In the trainer's own process that computes with a copy of its
+    policy, so that in-place training does not reach it between updates.
 
     Args:
-        strategy: as in torchrl's schemes. ``"state_dict"`` merges a peft model's adapters. An
-            update takes weights in either form.
+        strategy: as in torchrl's schemes. ``"state_dict"`` merges a peft model's adapters.
         dtype, slots, device, timeout: as for :meth:`WeightChannel.create`. Each batch that is being
             collected holds at most one slot: two more than workers never wait.
         mode: with ``"alias"`` the model's parameters are frozen views of the channel; with
@@ -63,8 +62,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             copy otherwise, also in an inference server, which writes to its model.
 
     Raises:
-        ValueError: the weights do not fit, or an update names some workers only: a channel serves
-            all of them.
+        ValueError: the weights do not fit, or an update names some workers only.
         TimeoutError: workers hold all slots for too long. The message names their process ids.
 
     Example:
@@ -89,11 +87,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         device: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        if mode not in (None, "alias", "copy"):
-            raise ValueError(
-                f"mode: expected 'alias', 'copy' or None, got {mode!r}; None takes alias where the "
-                "policy allows it, and copy elsewhere"
-            )
         super().__init__(strategy)
         self.mode: Literal["alias", "copy"] | None = mode
         wait = seconds("timeout", timeout)
@@ -118,7 +111,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if self._channel is None:
             raise RuntimeError(
                 "scheme: expected the trainer's end of an open channel, got none; give the scheme "
-                "to a collector first, or call init_on_sender, and nothing after shutdown()"
+                "to a collector, or call init_on_sender, and nothing after shutdown()"
             )
         return self._channel
 
@@ -132,61 +125,54 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Whether this is the trainer's open end; false in a child that the trainer forked."""
-        return self._channel is not None and self._pid == os.getpid()
+        """False: each collector calls :meth:`init_on_sender`, which refuses a second one."""
+        return False
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether this is the trainer's open end, and not in a child that the trainer forked."""
+        return self._channel is not None and self._channel.handle.pid == os.getpid()
 
     def _init_on_sender_impl(
         self,
-        model_id: str = "policy",
+        model_id: str | None = "policy",
         context: Any = None,
         *,
         model: Any = None,
         weights: Any = None,
-        ctx: Any = None,
-        num_workers: int | None = None,
-        remote_collectors: Any = None,
+        **_: Any,  # what other schemes need
     ) -> None:
-        self._pid = os.getpid()
+        former = self.context if self._publishes else None
+        if former is not None and former is not context:
+            raise RuntimeError(
+                f"scheme: expected one without a collector, got that of a {type(former).__name__}; "
+                "give each collector a scheme of its own, or call scheme.shutdown() after the first"
+            )
         self.model_id = self._name = model_id or "policy"
+        if context is None or not self._publishes:
+            source = weights if model is None else model
+            if source is None:
+                source = find_model(context, self._name)
+            if not isinstance(source, Mapping):
+                source = module_of(source)
+                unsaved = [weight for weight in weights_in(source) if not weight.saved]
+                self.buffers = {weight.name: weight.tensor.detach().clone() for weight in unsaved}
+            merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
+            channel = self._create(source, merge_adapters=merges)
+            self._channel, self._handle, self._ends = channel, channel.handle, ExitStack()
+            self._ends.callback(channel.close)
         self.context = context
-        source = model if model is not None else weights
-        if source is None:
-            source = find_model(context, self._name)
-        if not isinstance(source, Mapping):
-            source = module_of(source)
-            unsaved = [weight for weight in weights_in(source) if not weight.saved]
-            self.buffers = {weight.name: weight.tensor.detach().clone() for weight in unsaved}
-        merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
-        channel = self._create(source, merge_adapters=merges)
-        self._channel, self._handle, self._ends = channel, channel.handle, ExitStack()
-        self._ends.callback(channel.close)
-
-    def restore(self, weights: Any, version: Any) -> None:
-        """Publish weights, or the model's own, under the version of a state, or a greater one.
-
-        Weights of the model's own may have changed since the state was saved: they get a greater
-        one. A version that is no integer is unknown.
-        """
-        least = version + (weights is None) if isinstance(version, int) else 0
-        self.send(weights, version=max(least, (self.version or 0) + 1))
-
-    def join(self, collector: Any) -> None:
-        """Take a collector of this process that was made after this scheme was initialized."""
-        if self._channel is not None and self.context is None:
-            self.context = collector
-            if self.synchronized_on_sender:  # else torchrl connects it
-                self._follow_in(collector)
+        self.synchronized_on_sender = False  # connect() comes next
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
-        self.send(weights)
-        if isinstance(self.context, Collector):
-            self._follow_in(self.context)
-
-    def _follow_in(self, collector: Any) -> None:
-        """Let a collector of the trainer's process compute with the channel's weights."""
-        try:
+        if weights is not None or self.version is None:  # else it was connected before
+            self.send(weights)
+        collector = self.context
+        if not isinstance(collector, Collector):
+            return
+        try:  # it computes with the channel's weights in this process
             copied = not wrappers_in(collector.get_model(self._name))  # an engine has its own
             if copied:
                 self._ends.callback(with_own_copy(collector, self._name))
@@ -194,6 +180,19 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         except BaseException:
             self.shutdown()
             raise
+
+    def restore(self, weights: Mapping[str, Any] | None, version: Any) -> None:
+        """Publish a state of the policy, or the model's own weights, under a version of a state.
+
+        The version is greater if that is not new, or if weights of the model's own may have changed
+        since the state was saved. One that is no integer is unknown.
+        """
+        path = self._name.removeprefix("policy").replace("[", ".").replace("]", "")
+        if weights is not None and path:  # the part that the channel has
+            part = f"{path[1:]}."
+            weights = {n.removeprefix(part): x for n, x in weights.items() if n.startswith(part)}
+        least = version + (weights is None) if isinstance(version, int) else 0
+        self.send(weights, version=max(least, (self.version or 0) + 1))
 
     def send(
         self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None
@@ -204,9 +203,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             weights: a tensordict, module or state dict; the model's own if ``None``.
             worker_ids: ``None``, or all workers.
             version: its number, greater than the last one.
-
-        Raises:
-            ValueError, TimeoutError: as for the class.
         """
         everyone = list(range(getattr(self.context, "num_workers", 1)))
         chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
@@ -215,8 +211,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 f"worker_ids: expected None or all of {everyone}, got {worker_ids!r}; a channel's "
                 "version reaches every worker: give workers that differ their own schemes"
             )
-        if weights is not None and not isinstance(weights, Mapping):
-            weights = module_of(weights)
         published = self.channel.publish(weights, version)
         tracker: Any = getattr(self.context, "policy_version_tracker", None)
         if is_policy(self._name) and getattr(tracker, "version_type", None) in (int, "int"):
@@ -237,7 +231,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **given: Any) -> None:
         """Become the end where a collector or a server computes with the weights."""
-        if self.initialized_on_sender:
+        if self._publishes:
             raise RuntimeError(
                 "weight_sync: expected an object of its own beside the trainer's in one process, "
                 "got the trainer's; pass copy.copy(scheme), and send with scheme"
@@ -288,7 +282,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if before is not None:
             if before.module is module and getattr(before, "mode", mode) == mode:
                 return before
-            before.close(detach=before.module is module)
+            before.close()
         if has_engine:
             follower = EngineFollower(self._handle, reader, module)
         else:
@@ -316,13 +310,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         weights = TensorDict.from_module(follower.module)
         return weights.data  # pyright: ignore[reportAttributeAccessIssue]
 
-    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Refused with a ``RuntimeError``: the model's memory is the channel's."""
-        raise RuntimeError(
-            "weights: expected them through the channel, got some at a worker's end; publish them "
-            "with update_policy_weights_, or send() at the trainer's end"
-        )
-
     def create_transport(self, **_: Any) -> TransportBackend:
         """Refused with a ``NotImplementedError``: the channel is the transport."""
         raise NotImplementedError("scheme: expected no transports; the channel carries the weights")
@@ -340,6 +327,12 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         vars(self).update(dict.fromkeys(_OF_THIS_PROCESS))
         self.synchronized_on_sender = False
         super().shutdown()
+
+
+def of_policy(schemes: Mapping[str, Any] | None) -> list[ChannelWeightSyncScheme]:
+    """Those of a collector's schemes whose channels bring the policy's weights, or a part's."""
+    named = [scheme for name, scheme in (schemes or {}).items() if is_policy(name)]
+    return [scheme for scheme in named if isinstance(scheme, ChannelWeightSyncScheme)]
 
 
 register_weight_sync_backend("channel")(ChannelWeightSyncScheme)

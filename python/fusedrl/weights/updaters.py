@@ -22,8 +22,6 @@ from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Weight]]:
     """The tensors of ``target`` that ``weights`` have values for, each with the value's place."""
     there = weights_of(target)
-    if not there and not weights_of(weights):
-        return []
     found = Layout.of(target).match(weights, partial=True)
     return [(there[name].tensor, place) for name, place in found.items()]
 
@@ -49,10 +47,6 @@ def write_weights(policy: Any, weights: Any) -> None:
 class _Updater(WeightUpdaterBase):
     """What both bases share: the registered collector, and the ways to call an update."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process belongs to the collector there.
-        return {k: v for k, v in vars(self).items() if k != torchrl.REGISTERED_COLLECTORS}
-
     def register_collector(self, collector: Any) -> None:
         """Keep a weak reference to the only collector; collectors call this themselves."""
         if self.collectors:
@@ -62,14 +56,9 @@ class _Updater(WeightUpdaterBase):
     def update_weights(
         self, weights: Any = None, worker_ids: Any = None, *, policy_or_weights: Any = None
     ) -> None:
-        """Write or send weights, then run the post-hooks; a call of the updater is the same.
+        """Write or send weights, the server's if ``None``; a call of the updater is the same.
 
-        Args:
-            weights: a tensordict, a module or a mapping; those of the server if ``None``.
-            worker_ids: one or several of ``all_worker_ids()``; all if ``None``.
-
-        Raises:
-            ValueError: unknown workers, names or shapes. No weight has changed then.
+        Unknown workers, names and shapes are a ``ValueError``, before any weight changes.
         """
         if weights is not None and policy_or_weights is not None:
             raise ValueError("policy_or_weights: expected None beside weights, got both")
@@ -93,18 +82,13 @@ class LocalWeightUpdaterBase(_Updater):
     ``_maybe_map_weights`` and ``_update_local_weights``. An update runs them in this order.
 
     Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
         >>> from fusedrl import LocalWeightUpdaterBase
-        >>> local = TensorDict({"w": torch.zeros(2)})
-        >>> class Fetched(LocalWeightUpdaterBase):
-        ...     def _get_server_weights(self):
-        ...         return TensorDict({"w": torch.ones(2)})
-        ...     def _get_local_weights(self):
-        ...         return local
-        >>> Fetched().update_weights()
-        >>> local["w"]
-        tensor([1., 1.])
+        >>> class Printed(LocalWeightUpdaterBase):
+        ...     _get_server_weights = lambda self: 1.0
+        ...     _get_local_weights = lambda self: 0.0
+        ...     _update_local_weights = lambda self, local, mapped: print(local, mapped)
+        >>> Printed().update_weights()
+        0.0 1.0
     """
 
     @abstractmethod
@@ -118,17 +102,15 @@ class LocalWeightUpdaterBase(_Updater):
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         if worker_ids is not None:
             raise ValueError(
-                f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it "
-                "out, or use a remote updater"
+                f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it out"
             )
         given = policy_or_weights is not None
         weights = policy_or_weights if given else self._get_server_weights()
         self._sync_weights_with_worker(server_weights=weights)
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        local_weights = self._get_local_weights()
-        mapped_weights = self._maybe_map_weights(server_weights, local_weights)
-        self._update_local_weights(local_weights, mapped_weights)
+        local = self._get_local_weights()
+        self._update_local_weights(local, self._maybe_map_weights(server_weights, local))
 
 
 class RemoteWeightUpdaterBase(_Updater):
@@ -141,15 +123,9 @@ class RemoteWeightUpdaterBase(_Updater):
     Example:
         >>> from fusedrl import RemoteWeightUpdaterBase
         >>> class Printed(RemoteWeightUpdaterBase):
-        ...     def all_worker_ids(self):
-        ...         return [0, 1]
-        ...     def _get_server_weights(self):
-        ...         return 1.0
-        ...     def _sync_weights_with_worker(self, worker_id, server_weights):
-        ...         print(worker_id, server_weights)
-        >>> Printed().update_weights()
-        0 1.0
-        1 1.0
+        ...     all_worker_ids = lambda self: [0, 1]
+        ...     _get_server_weights = lambda self: 1.0
+        ...     _sync_weights_with_worker = lambda self, worker, weights: print(worker, weights)
         >>> Printed()(2.0, worker_ids=1)
         1 2.0
     """
@@ -169,8 +145,7 @@ class RemoteWeightUpdaterBase(_Updater):
         names = {str(worker) for worker in chosen}  # "cpu" names the worker torch.device("cpu")
         if unknown := names.difference(map(str, known)):
             raise ValueError(
-                f"worker_ids: expected one or several of {known}, got {unknown}; all_worker_ids() "
-                "lists them"
+                f"worker_ids: expected one or several of {known}, got {unknown}; name those"
             )
         if due := [w for w in known if str(w) in names and not self._skip_update(w)]:
             given = policy_or_weights is not None
@@ -186,8 +161,8 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
     """Writes the weights that a function returns into a policy of the same process.
 
     Args:
-        weight_getter: returns the trainer's weights, a tensordict or a module. Pass ``None`` if you
-            give each update its weights; an update without weights then changes nothing.
+        weight_getter: returns the trainer's weights. With ``None``, an update without weights
+            changes nothing.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, which are
             written in place. ``None`` takes the policy of the registered collector.
 
@@ -226,16 +201,15 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
             publishes ``policy_weights`` as they are.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
             device of the workers' policy. All workers start with the first and get it.
-        timeout: seconds to wait for a free slot; a ``TimeoutError`` names who holds them.
-        slots: number of versions that fit into the channel; two more than workers never wait.
+        timeout, slots: as for :class:`~fusedrl.ChannelWeightSyncScheme`.
 
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from fusedrl import MultiProcessedRemoteWeightUpdate
-        >>> workers = {torch.device("cpu"): TensorDict({"w": torch.zeros(2)})}
+        >>> workers = {"cpu": TensorDict({"w": torch.zeros(2)})}
         >>> MultiProcessedRemoteWeightUpdate(None, workers)({"w": torch.ones(2)})
-        >>> workers[torch.device("cpu")]["w"]
+        >>> workers["cpu"]["w"]
         tensor([1., 1.])
     """
 
@@ -260,7 +234,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
 
     def register_collector(self, collector: Any) -> None:
         """Keep a weak reference to the collector, and let its workers follow a channel."""
-        if hasattr(collector, "procs") and not self._scheme.initialized_on_sender:
+        if hasattr(collector, "procs") and self._scheme.version is None:
             raise RuntimeError(
                 "weight_updater: expected a collector without processes yet, got one that runs; "
                 "pass the updater to its constructor"
@@ -272,16 +246,13 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         """Publish by the scheme of a collector, which is made already."""
         self._scheme = scheme
 
-    def _open_channel(self) -> None:
-        """Give the collector, before its processes start, the scheme that publishes its weights."""
-        weights = next(iter(self.policy_weights.values()), None)
-        if weights is None or weights.is_empty():
-            return
+    def _open_channel(self) -> dict[str, Any]:
+        weights = next(iter(self.policy_weights.values()), TensorDict())
         self._scheme.init_on_sender(model_id="policy", context=self.collector, weights=weights)
-        torchrl.set_schemes(self.collector, {"policy": self._scheme})
+        return {"policy": self._scheme}
 
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
-        publishes = self._scheme.initialized_on_sender  # not in a copy in another process
+        publishes = self._scheme.version is not None
         if publishes and len(worker_ids) < len(self.policy_weights):
             raise ValueError(
                 f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}; give "
@@ -310,11 +281,8 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         remote_collectors: handles of the actors; the id of a worker is its index in this list.
             ``None`` takes those of the ``RayCollector`` that the updater is registered with.
         max_interval: number of updates that each worker skips between two that it gets.
-        timeout: seconds within which the workers have to answer.
-
-    Raises:
-        ray.exceptions.RayError: a worker is dead or failed. The others have been sent the weights.
-        TimeoutError: workers did not answer in time.
+        timeout: seconds within which the workers have to answer, else a ``TimeoutError``. One that
+            is dead or failed is Ray's error; the others have been sent the weights.
 
     Example:
         >>> import torch
@@ -345,7 +313,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
             self.remote_collectors = getattr(self.collector, "remote_collectors", None)
         if self.remote_collectors is None:
             raise RuntimeError("remote_collectors: expected handles of actors, got None; pass them")
-        return list(range(len(self.remote_collectors)))
+        return [*range(len(self.remote_collectors))]
 
     def _get_server_weights(self) -> Any:
         return self.policy_weights
@@ -367,12 +335,10 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
 
         if not ray.is_initialized():  # ray.put would start a cluster
             raise RuntimeError("remote_collectors: expected Ray's cluster, got none; make others")
-        if mapped_weights is not None:
-            mapped_weights = stored(mapped_weights)
-        sent = [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
-        ray.get(sent, timeout=self.timeout)
+        sent = None if mapped_weights is None else stored(mapped_weights)
+        answers = [self._sync_weights_with_worker(worker, sent) for worker in worker_ids]
+        ray.get(answers, timeout=self.timeout)
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
-        answer = self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
         self._skipped[worker_id] = 0
-        return answer
+        return self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
