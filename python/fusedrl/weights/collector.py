@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,20 +30,19 @@ POLICY_STATE = "policy_state_dict"  # where a collector's state has the weights 
 VERSION_KEY = "policy_version"
 
 
-def is_policy(model_id: str) -> bool:
+def is_policy(model_id: Any) -> bool:
     """Whether a model is a collector's policy, or a part of it."""
     return model_id.split(".")[0] == "policy"
 
 
-def find_model(collector: Any, model_id: str) -> Any:
+def find_model(collector: Any, model_id: Any) -> Any:
     """A model of a collector by its attribute path; ``ValueError`` if this process has none."""
     try:
         return collector.get_model(model_id)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"weight_sync_schemes: expected {model_id!r} to name a model of the collector in this "
-            f"process, got {error}; for a model that only workers have, call "
-            "scheme.init_on_sender(model_id=..., model=...) before the collector is made"
+            f"weight_sync_schemes: expected {model_id!r} to name a model in this process, got "
+            f"{error}; call scheme.init_on_sender(model_id=..., model=...) before"
         ) from error
 
 
@@ -95,11 +95,8 @@ def check_counts(tracker: Any) -> None:
 
 
 def trackers_of(collector: Any) -> list[Any]:
-    """The tracker of a collector's versions, if any, and torchrl's copies of it, which tag frames.
-
-    They are made where it appends other transforms, such as for ``max_frames_per_traj``.
-    """
-    tracker = collector.policy_version_tracker
+    """The tracker of a collector's versions, if any, and torchrl's copies, which tag frames too."""
+    tracker = collector.policy_version_tracker  # copied where other transforms are appended
     transform: Any = getattr(collector.env, "transform", None)
     parts = getattr(transform, "transforms", [transform])
     copies = [part for part in parts if isinstance(part, PolicyVersion)]
@@ -112,11 +109,9 @@ def one_version_a_batch(
     """Let a collector and its environment compute each batch with one version of a model.
 
     If it is the policy or a part of it, frames are tagged with its versions. Our collectors of
-    dialogs, which have a method ``follow``, do both for each turn by themselves.
-
-    Returns:
-        What ends it. Its argument says whether the policy keeps the version that it had last.
-        Otherwise it gets the trainer's own weights, under a number that no published ones have.
+    dialogs, which have a method ``follow``, do both for each turn by themselves. What is returned
+    ends it; the argument says whether the policy keeps the version that it had last. Otherwise it
+    gets the trainer's own weights, under a number that no published ones have.
     """
     if is_policy and hasattr(collector, "follow"):
         return collector.follow(follower)
@@ -141,9 +136,8 @@ def one_version_a_batch(
             carried = torchrl.carried_by(existing) if trackers else None
             if carried is not None and VERSION_KEY in carried:
                 carried.set(VERSION_KEY, torch.full_like(carried.get(VERSION_KEY), version or 0))
-            if inner is not None:
-                return inner(*args, **kwargs)
-            return type(existing).rollout(existing, *args, **kwargs)
+            run = inner or partial(type(existing).rollout, existing)
+            return run(*args, **kwargs)
 
     put_back = replaced(collector, rollout=rollout, **changed)
 
@@ -174,11 +168,8 @@ def replaced(owner: Any, **values: Any) -> Callable[[], None]:
     return put_back
 
 
-def with_own_copy(collector: Any, model_id: str) -> Callable[[], None]:
-    """Give a collector in the trainer's process a copy of its policy, which no training reaches.
-
-    Returns what gives it the original back. The model has to be the policy, or a part of it.
-    """
+def with_own_copy(collector: Any, model_id: Any) -> Callable[[], None]:
+    """Give a collector in the trainer's process a copy of its policy; returns what undoes it."""
     policy = module_of(collector.policy)
     if not is_policy(model_id) or followers_of(policy):
         raise ValueError(
@@ -193,8 +184,7 @@ def with_own_copy(collector: Any, model_id: str) -> Callable[[], None]:
     except (TypeError, RuntimeError) as error:
         raise TypeError(
             "policy: expected one that copy.deepcopy takes, since a copy computes with the "
-            f"weights of the channel, got {error}; leave out what cannot be copied, or collect in "
-            "another process (AsyncCollector)"
+            f"channel's weights, got {error}; leave that out, or collect in another process"
         ) from error
     return replaced(collector, **copies, **{torchrl.COMPILED_POLICY: None})
 
@@ -204,21 +194,18 @@ def follow_policy(
 ) -> tuple[Follower, Callable[[], None]]:
     """Let a policy follow a channel; returns the follower, and what ends it.
 
-    Args:
-        channel: a handle, which is opened and closed here, or a reader.
-        policy: the module whose weights the channel has, or what has it, or a vLLM engine, as its
-            ``model``. Otherwise this is a ``ValueError``.
-        mode: ``"alias"``, in which a version is held until the next one is loaded, or ``"copy"``.
+    A handle is opened and closed here. The channel may be that of the policy's ``model``, which may
+    be a vLLM engine. With ``"alias"`` a version is held until the next one is loaded.
     """
     with ExitStack() as stack:
         handle = channel if isinstance(channel, WeightHandle) else None
-        reader: Any = handle and stack.enter_context(handle.open()) or channel
+        reader: Any = stack.enter_context(handle.open()) if handle else channel
         reader.require_open()
         if wrappers_in(policy):
             if handle is None:
                 raise TypeError(
-                    "channel: expected a WeightHandle for a policy with a vLLM engine, which opens "
-                    "it in a process of its own, got a WeightReader; pass channel.handle"
+                    "channel: expected a WeightHandle for a vLLM engine, which opens it itself, "
+                    "got a WeightReader; pass channel.handle"
                 )
             follower: Follower = EngineFollower(handle, reader, policy)
         else:
@@ -240,12 +227,9 @@ def fitting_mode(
         for weight in weights_in(module)
         if weight.kind == "parameter" and weight.name in dtypes
     )
-    in_place = (
-        getattr(collector, "compiled_policy", False)
-        or getattr(collector, "cudagraphed_policy", False)
-        or isinstance(getattr(collector, "policy", None), CudaGraphModule)
-        or isinstance(collector, InferenceServer)
-    )
+    flags = (getattr(collector, f"{how}_policy", False) for how in ("compiled", "cudagraphed"))
+    is_graph = isinstance(getattr(collector, "policy", None), CudaGraphModule)
+    in_place = any(flags) or is_graph or isinstance(collector, InferenceServer)
     return "alias" if fits and not in_place else "copy"
 
 
@@ -254,8 +238,8 @@ def materialise(
 ) -> None:
     """Allocate memory for the tensors of a module on meta, and tie those that the layout ties.
 
-    torchrl sends policies to workers on meta, buffers included, and unties their weights. Those
-    that the layout does not have get the values in ``buffers``; the others are arbitrary.
+    torchrl sends policies to workers on meta, and unties their weights. ``buffers`` has the values
+    of those that the layout does not have; the others are arbitrary.
     """
     made: dict[int, Tensor] = {}
     for weight in weights_in(module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -49,7 +48,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     frames are tagged with it: 1 stands for the weights that a collector starts with.
     :class:`fusedrl.LLMCollector` takes a version for each turn. A dead worker is logged.
 
-    A scheme serves one collector. In the trainer's own process that computes with a copy of its
+    A scheme serves one collector. One in the trainer's own process computes with a copy of its
     policy, so that in-place training does not reach it between updates.
 
     Args:
@@ -94,7 +93,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             WeightChannel.create, dtype=dtype, slots=slots, device=device, timeout=wait
         )
         self._handle: WeightHandle | None = None
-        self._name = "policy"  # the model's
         self.buffers: dict[str, Tensor] = {}
         self._channel: WeightChannel | None = None  # at the trainer's end
         self._follower: Follower | None = None  # at the end where the weights are computed with
@@ -121,8 +119,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         end = self._channel or (self._follower and self._follower.reader)
         return end and end.version
 
-    # What follows is called by torchrl.
-
     @property
     def initialized_on_sender(self) -> bool:
         """False: each collector calls :meth:`init_on_sender`, which refuses a second one."""
@@ -148,11 +144,11 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 f"scheme: expected one without a collector, got that of a {type(former).__name__}; "
                 "give each collector a scheme of its own, or call scheme.shutdown() after the first"
             )
-        self.model_id = self._name = model_id or "policy"
+        self.model_id = model_id or "policy"
         if context is None or not self._publishes:
             source = weights if model is None else model
             if source is None:
-                source = find_model(context, self._name)
+                source = find_model(context, self.model_id)
             if not isinstance(source, Mapping):
                 source = module_of(source)
                 unsaved = [weight for weight in weights_in(source) if not weight.saved]
@@ -173,36 +169,30 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if not isinstance(collector, Collector):
             return
         try:  # it computes with the channel's weights in this process
-            copied = not wrappers_in(collector.get_model(self._name))  # an engine has its own
+            copied = not wrappers_in(find_model(collector, self.model_id))  # an engine has its own
             if copied:
-                self._ends.callback(with_own_copy(collector, self._name))
+                self._ends.callback(with_own_copy(collector, self.model_id))
             self._attach(collector, copied)
         except BaseException:
             self.shutdown()
             raise
 
     def restore(self, weights: Mapping[str, Any] | None, version: Any) -> None:
-        """Publish a state of the policy, or the model's own weights, under a version of a state.
-
-        The version is greater if that is not new, or if weights of the model's own may have changed
-        since the state was saved. One that is no integer is unknown.
-        """
-        path = self._name.removeprefix("policy").replace("[", ".").replace("]", "")
+        """Publish the policy's state, or the model's own weights, as its version or a greater."""
+        path = str(self.model_id).removeprefix("policy").replace("[", ".").replace("]", "")
         if weights is not None and path:  # the part that the channel has
             part = f"{path[1:]}."
             weights = {n.removeprefix(part): x for n, x in weights.items() if n.startswith(part)}
+        # Weights of the model's own may have changed since they had that version.
         least = version + (weights is None) if isinstance(version, int) else 0
         self.send(weights, version=max(least, (self.version or 0) + 1))
 
     def send(
         self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None
     ) -> int:
-        """Publish one version; returns its number, which is one more if ``version`` is ``None``.
+        """Publish weights, the model's own if ``None``, as one version; returns its number.
 
-        Args:
-            weights: a tensordict, module or state dict; the model's own if ``None``.
-            worker_ids: ``None``, or all workers.
-            version: its number, greater than the last one.
+        It reaches all workers. ``version`` has to be greater than the last one.
         """
         everyone = list(range(getattr(self.context, "num_workers", 1)))
         chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
@@ -213,7 +203,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             )
         published = self.channel.publish(weights, version)
         tracker: Any = getattr(self.context, "policy_version_tracker", None)
-        if is_policy(self._name) and getattr(tracker, "version_type", None) in (int, "int"):
+        if is_policy(self.model_id) and getattr(tracker, "version_type", None) in (int, "int"):
             tracker.version = published
         if dead := ", ".join(str(r.pid) for r in self.channel.readers() if not r.alive):
             logger.warning(
@@ -231,20 +221,16 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **given: Any) -> None:
         """Become the end where a collector or a server computes with the weights."""
-        if self._publishes:
+        if self._publishes or self._handle is None:
             raise RuntimeError(
-                "weight_sync: expected an object of its own beside the trainer's in one process, "
-                "got the trainer's; pass copy.copy(scheme), and send with scheme"
-            )
-        if self._handle is None:
-            raise RuntimeError(
-                "scheme: expected one that the trainer has initialised, got one without a channel; "
-                "call init_on_sender before it is sent to workers"
+                "weight_sync: expected a copy of a scheme that the trainer has initialised, got "
+                f"{'that scheme itself' if self._publishes else 'one without a channel'}; call "
+                "init_on_sender, pass copy.copy(scheme), and send with scheme"
             )
         if isinstance(self.context, InferenceServer):  # which has set itself
             context = self.context
         self.__setstate__(self.__getstate__())  # nothing of the trainer's stays in a forked child
-        self.model_id, self._name, self._ends = model_id, model_id, ExitStack()
+        self.model_id, self._ends = model_id, ExitStack()
         self.worker_idx, self._local = given.get("worker_idx"), given.get("model")
         self.context = context
         self._initialized_on_receiver = True
@@ -260,8 +246,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def _attach(self, collector: Any, copied: bool = False) -> None:
         """Switch versions of the collector's model between batches."""
-        follower = self._follow(find_model(collector, self._name), collector, copied)
-        leave = one_version_a_batch(collector, follower, is_policy(self._name))
+        follower = self._follow(find_model(collector, self.model_id), collector, copied)
+        leave = one_version_a_batch(collector, follower, is_policy(self.model_id))
         self._ends.callback(leave, not copied)
         with follower.call():
             pass  # releases the version that is held until the first batch
@@ -272,9 +258,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         The weights may lie on meta, or in a vLLM engine. What is ``copied`` for a collector, the
         trainer can call too: it is held between batches, and not used after them.
         """
-        assert self._handle is not None
+        handle: Any = self._handle
         module, before = module_of(model), self._follower
-        reader = before.reader if before else self._ends.enter_context(self._handle.open())
+        reader = before.reader if before else self._ends.enter_context(handle.open())
         has_engine = bool(wrappers_in(module))
         if not has_engine:
             materialise(module, reader.layout, self.buffers, reader.device)
@@ -284,7 +270,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 return before
             before.close()
         if has_engine:
-            follower = EngineFollower(self._handle, reader, module)
+            follower = EngineFollower(handle, reader, module)
         else:
             follower = reader.follow(module, mode, keeps=copied)
         self._ends.callback(follower.close, detach=not copied)
@@ -293,18 +279,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         return follower
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Load the newest version, where no collector's calls do that; its weights if they are new.
-
-        Without a ``timeout``, in seconds, it does not wait for a version that is not loaded yet.
-        """
+        """Load the newest version, for which nobody waits; its weights if they are new."""
         follower = self._follower
-        if follower is None:
-            return None
-        before = follower.version
-        if timeout is not None and before is not None:
-            with contextlib.suppress(TimeoutError):
-                follower.reader.wait_for(before + 1, timeout)
-        if follower.load() == before:
+        if follower is None or follower.version == follower.load():
             return None
         torchrl.number_weights(self.context, follower.version)
         weights = TensorDict.from_module(follower.module)
@@ -318,9 +295,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         """Close this end of the channel; may be called again.
 
         A collector that goes on keeps the newest version. One in the trainer's process gets back
-        the policy that it was given, under a number greater than that of any version; call
-        ``increment_version`` for each further change of it. The trainer's end frees the memory,
-        once the workers' ends are closed too. The scheme may be given to another collector then.
+        the policy that it was given, under a greater number than any version; its
+        ``increment_version`` counts further ones. Another collector may have the scheme then.
         """
         if self._ends is not None:
             self._ends.close()

@@ -28,10 +28,7 @@ def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Weight]]:
 
 @torch.no_grad()
 def write_weights(policy: Any, weights: Any) -> None:
-    """Write weights into a policy in place: a tensordict, a module, or what has one as its model.
-
-    Weights that do not fit are a ``TypeError`` or a ``ValueError``, before any is written.
-    """
+    """Write weights, all of which fit, into a tensordict, a module or what has one as its model."""
     target: Any = policy if isinstance(policy, nn.Module) else getattr(policy, "model", policy)
     if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
         target = TensorDict.from_module(target)
@@ -45,13 +42,7 @@ def write_weights(policy: Any, weights: Any) -> None:
 
 
 class _Updater(WeightUpdaterBase):
-    """What both bases share: the registered collector, and the ways to call an update."""
-
-    def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the only collector; collectors call this themselves."""
-        if self.collectors:
-            raise RuntimeError("Cannot register collector twice: give each its own updater")
-        super().register_collector(collector)
+    """What both bases share: the ways to call an update, and what it sends."""
 
     def update_weights(
         self, weights: Any = None, worker_ids: Any = None, *, policy_or_weights: Any = None
@@ -80,15 +71,6 @@ class LocalWeightUpdaterBase(_Updater):
 
     A subclass defines ``_get_server_weights`` and ``_get_local_weights``; it may define
     ``_maybe_map_weights`` and ``_update_local_weights``. An update runs them in this order.
-
-    Example:
-        >>> from fusedrl import LocalWeightUpdaterBase
-        >>> class Printed(LocalWeightUpdaterBase):
-        ...     _get_server_weights = lambda self: 1.0
-        ...     _get_local_weights = lambda self: 0.0
-        ...     _update_local_weights = lambda self, local, mapped: print(local, mapped)
-        >>> Printed().update_weights()
-        0.0 1.0
     """
 
     @abstractmethod
@@ -104,13 +86,11 @@ class LocalWeightUpdaterBase(_Updater):
             raise ValueError(
                 f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it out"
             )
-        given = policy_or_weights is not None
-        weights = policy_or_weights if given else self._get_server_weights()
-        self._sync_weights_with_worker(server_weights=weights)
-
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         local = self._get_local_weights()
-        self._update_local_weights(local, self._maybe_map_weights(server_weights, local))
+        self._update_local_weights(local, self._maybe_map_weights(weights, local))
+
+    _sync_weights_with_worker: Any = _push_weights  # there is one
 
 
 class RemoteWeightUpdaterBase(_Updater):
@@ -140,16 +120,16 @@ class RemoteWeightUpdaterBase(_Updater):
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         known = self.all_worker_ids()
-        single = isinstance(worker_ids, int | str | torch.device)
-        chosen = known if worker_ids is None else [worker_ids] if single else worker_ids
-        names = {str(worker) for worker in chosen}  # "cpu" names the worker torch.device("cpu")
+        if isinstance(worker_ids, int | str | torch.device):
+            worker_ids = [worker_ids]
+        # "cpu" names the worker torch.device("cpu").
+        names = {str(worker) for worker in (known if worker_ids is None else worker_ids)}
         if unknown := names.difference(map(str, known)):
             raise ValueError(
                 f"worker_ids: expected one or several of {known}, got {unknown}; name those"
             )
         if due := [w for w in known if str(w) in names and not self._skip_update(w)]:
-            given = policy_or_weights is not None
-            weights = policy_or_weights if given else self._get_server_weights()
+            weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
             self._distribute(due, self._maybe_map_weights(weights))
 
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
@@ -202,15 +182,6 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
             device of the workers' policy. All workers start with the first and get it.
         timeout, slots: as for :class:`~fusedrl.ChannelWeightSyncScheme`.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from fusedrl import MultiProcessedRemoteWeightUpdate
-        >>> workers = {"cpu": TensorDict({"w": torch.zeros(2)})}
-        >>> MultiProcessedRemoteWeightUpdate(None, workers)({"w": torch.ones(2)})
-        >>> workers["cpu"]["w"]
-        tensor([1., 1.])
     """
 
     def __init__(
@@ -276,21 +247,12 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     must not be written. The update returns when all actors have applied it.
 
     Args:
-        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, which an
-            update without weights sends.
+        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``.
         remote_collectors: handles of the actors; the id of a worker is its index in this list.
             ``None`` takes those of the ``RayCollector`` that the updater is registered with.
-        max_interval: number of updates that each worker skips between two that it gets.
+        max_interval: number of updates that a worker skips between two that it gets.
         timeout: seconds within which the workers have to answer, else a ``TimeoutError``. One that
             is dead or failed is Ray's error; the others have been sent the weights.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from fusedrl import RayRemoteWeightUpdater
-        >>> weights = TensorDict.from_module(torch.nn.Linear(1, 1))
-        >>> RayRemoteWeightUpdater(weights, remote_collectors=[]).all_worker_ids()
-        []
     """
 
     def __init__(
@@ -322,9 +284,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         # A collector that is an actor dies of weights that it cannot apply.
         found = pairs(server_weights, self.policy_weights)
         values = {Weight("", tensor).identity(): place.value() for tensor, place in found}
-        return self.policy_weights.data.apply(
-            lambda known: values.get(Weight("", known).identity())
-        )
+        return self.policy_weights.data.apply(lambda x: values.get(Weight("", x).identity()))
 
     def _skip_update(self, worker_id: int) -> bool:
         self._skipped[worker_id] = self._skipped.get(worker_id, 0) + 1
