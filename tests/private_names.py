@@ -65,7 +65,7 @@ NEEDED: dict[str, dict[str, str]] = {
         # buffer.
         "torchrl.collectors:Collector": (
             "_ignore_rb _receiver_schemes _policy_w_state_dict _frames "
-            "_setup_weight_sync _setup_policy_version_tracking _make_carrier "
+            "_setup_policy_version_tracking _make_carrier "
             "_maybe_make_final_rollout _maybe_fallback_update _receive_weights_scheme _postproc "
             "_traj_pool _increment_frames _iter _carrier _weight_updater "
             "_iterator _wrapped_policy_uncompiled _wrapped_policy_maybe_compiled"

@@ -378,7 +378,7 @@ class LLMCollector(_LLMCollector):
         with nullcontext() if follower is not None else self._versions.update(numbered=True):
             super().load_state_dict(given, **(kwargs | {"strict": False}))
         for scheme in of_policy(self._weight_sync_schemes):
-            scheme.restore(given.get(POLICY_STATE), given.get("policy_version"))
+            scheme.restore(None, given.get("policy_version"), loaded=POLICY_STATE in given)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

@@ -177,14 +177,14 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             self.shutdown()
             raise
 
-    def restore(self, weights: Mapping[str, Any] | None, version: Any) -> None:
+    def restore(self, weights: Any, version: Any, loaded: bool = False) -> None:
         """Publish the policy's state, or the model's own weights, as its version or a greater."""
         path = str(self.model_id).removeprefix("policy").replace("[", ".").replace("]", "")
         if weights is not None and path:  # the part that the channel has
             part = f"{path[1:]}."
             weights = {n.removeprefix(part): x for n, x in weights.items() if n.startswith(part)}
-        # Weights of the model's own may have changed since they had that version.
-        least = version + (weights is None) if isinstance(version, int) else 0
+        # The model's own may have changed since they had that version, unless the state is loaded.
+        least = version + (weights is None and not loaded) if isinstance(version, int) else 0
         self.send(weights, version=max(least, (self.version or 0) + 1))
 
     def send(
