@@ -22,7 +22,7 @@ from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Weight]]:
     """The tensors of ``target`` that ``weights`` have values for, each with the value's place."""
     there = weights_of(target)
-    found = Layout.of(target).match(weights, partial=True)
+    found = Layout.of(target).match(weights, partial=True) if there or weights_of(weights) else {}
     return [(there[name].tensor, place) for name, place in found.items()]
 
 
