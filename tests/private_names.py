@@ -65,7 +65,7 @@ NEEDED: dict[str, dict[str, str]] = {
         # buffer.
         "torchrl.collectors:Collector": (
             "_ignore_rb _receiver_schemes _policy_w_state_dict _frames "
-            "_setup_weight_sync _setup_policy_version_tracking _make_carrier "
+            "_setup_policy_version_tracking _make_carrier "
             "_maybe_make_final_rollout _maybe_fallback_update _receive_weights_scheme _postproc "
             "_traj_pool _increment_frames _iter _carrier _weight_updater "
             "_iterator _wrapped_policy_uncompiled _wrapped_policy_maybe_compiled"
@@ -87,14 +87,13 @@ NEEDED: dict[str, dict[str, str]] = {
         ),
         "torchrl.collectors.weight_update:WeightUpdaterBase": (
             "_push_weights _get_server_weights _maybe_map_weights _skip_update "
-            "_sync_weights_with_worker _collector_wrs"
+            "_sync_weights_with_worker"
         ),
         "torchrl.weight_update:WeightSyncScheme": (
             "_init_on_sender_impl _init_on_receiver_impl "
             "_setup_connection_and_weights_on_sender_impl "
             "_setup_connection_and_weights_on_receiver_impl _initialized_on_receiver"
         ),
-        "torchrl.weight_update.utils": "_resolve_attr",
         "torchrl.modules.inference_server:InferenceServer": "_mark_weight_update",
         "torchrl.data.replay_buffers.ray_buffer": (
             "_RayReplayBufferClient _LazyDistributedReplayClient"

@@ -111,14 +111,11 @@ def test_a_local_updater_refuses_workers():
 
 
 @pytest.mark.parametrize("make", [Local, Remote])
-def test_an_updater_has_one_collector_and_does_not_keep_it_alive(make):
+def test_an_updater_does_not_keep_its_collector_alive(make):
     updater, collector = make(), Somewhere()
     assert isinstance(updater, WeightUpdaterBase)
     assert updater.collector is None
     updater.register_collector(collector)
-    assert updater.collector is collector
-    with pytest.raises(RuntimeError, match="twice"):
-        updater.register_collector(Somewhere())
     assert updater.collector is collector
     del collector
     assert updater.collector is None

@@ -149,8 +149,8 @@ def test_a_reader_without_a_collector_receives_by_itself():
     assert policy.module.weight.item() == 1.0
     assert ours.receive() is None
     assert scheme.send(make_policy(2.0)) == 2
-    assert ours.receive(timeout=1)["module", "weight"].item() == 2.0
-    assert ours.receive(timeout=0.01) is None
+    assert ours.receive()["module", "weight"].item() == 2.0
+    assert ours.receive(timeout=0.0) is None
     assert scheme.send(make_policy(9.0), version=9) == 9 == ours.version
     for end in (ours, ours, scheme, scheme):
         end.shutdown()
@@ -223,14 +223,10 @@ def test_a_peft_model_is_sent_merged_or_as_it_is(strategy, path):
 
 
 def test_what_a_channel_cannot_do_is_refused():
-    for arguments, message in (
-        ({"timeout": -1}, "timeout: expected a finite number of seconds"),
-        ({"mode": "share"}, "mode: expected 'alias', 'copy'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ChannelWeightSyncScheme(**arguments)
+    with pytest.raises(ValueError, match="timeout: expected a finite number of seconds"):
+        ChannelWeightSyncScheme(timeout=-1)
     scheme = ChannelWeightSyncScheme()
-    with pytest.raises(TypeError, match="params_map"):
+    with pytest.raises(ValueError, match="expected 'policy' to name a model"):
         scheme.init_on_sender(params_map={})
     with pytest.raises(ValueError, match=r"call scheme\.init_on_sender"):
         MultiSyncCollector(
@@ -252,10 +248,39 @@ def test_what_a_channel_cannot_do_is_refused():
             collector.update_policy_weights_(make_policy(), worker_ids=[1])
         with pytest.raises(ValueError, match="differences from the expected layout"):
             collector.update_policy_weights_({"other": torch.ones(1)})
+        with pytest.raises(TypeError, match=r"weights: expected a module, .* pass the model"):
+            collector.update_policy_weights_(3)
         scheme = collector._weight_sync_schemes["policy"]
         assert scheme.version == 1
-        with pytest.raises(RuntimeError, match="weights: expected them through the channel"):
-            scheme.apply_weights(weights_of(1.0))
+
+
+@pytest.mark.parametrize("second", [Collector, MultiSyncCollector, AsyncCollector])
+def test_a_scheme_serves_one_collector(second, monkeypatch):
+    scheme, policy = ChannelWeightSyncScheme(), canary_policy()
+    monkeypatch.setattr(
+        "multiprocessing.process.BaseProcess.start", lambda _: pytest.fail("starts")
+    )
+    with collecting(Collector, scheme, policy) as (collector, iterator):
+        for given in (canary_policy(), policy):
+            with (
+                pytest.raises(RuntimeError, match=r"expected one without .* of a Collector"),
+                collecting(second, scheme, given),
+            ):
+                pass
+        collector.update_policy_weights_(weights_of(2.0))
+        assert versions(next(iterator)) == {2}
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_collector_follows_a_scheme_that_was_initialised_before_it(connected):
+    scheme = ChannelWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=canary_policy())
+    if connected:
+        scheme.connect()
+    with collecting(Collector, scheme, canary_policy()) as (collector, iterator):
+        assert versions(next(iterator)) == {1}
+        collector.update_policy_weights_(weights_of(2.0))
+        assert versions(next(iterator)) == {2}
 
 
 def test_torchrl_knows_the_backend_and_what_the_scheme_builds_on():

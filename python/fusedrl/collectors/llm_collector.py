@@ -25,8 +25,8 @@ from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
-from fusedrl.weights.collector import POLICY_STATE, follow_policy, is_policy
-from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
+from fusedrl.weights.collector import POLICY_STATE, follow_policy
+from fusedrl.weights.sync_scheme import of_policy
 from fusedrl.weights.updaters import write_weights
 
 
@@ -140,13 +140,6 @@ class LLMCollector(_LLMCollector):
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
         self.policy_version_tracker = self._versions.tracker
-
-    def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
-        # torchrl tells the collector only to schemes that nobody has initialised before.
-        for scheme in (weight_sync_schemes or {}).values():
-            if isinstance(scheme, ChannelWeightSyncScheme):
-                scheme.join(self)  # pyright: ignore[reportAttributeAccessIssue]
-        super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 
     def _make_carrier(self) -> None:
         # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.
@@ -384,10 +377,8 @@ class LLMCollector(_LLMCollector):
         self.reset()
         with nullcontext() if follower is not None else self._versions.update(numbered=True):
             super().load_state_dict(given, **(kwargs | {"strict": False}))
-        for name, scheme in (self._weight_sync_schemes or {}).items():
-            if isinstance(scheme, ChannelWeightSyncScheme) and is_policy(name):
-                loaded = scheme.channel.template if POLICY_STATE in given else None
-                scheme.restore(loaded, given.get("policy_version"))
+        for scheme in of_policy(self._weight_sync_schemes):
+            scheme.restore(None, given.get("policy_version"), loaded=POLICY_STATE in given)
 
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True

@@ -147,26 +147,16 @@ def will_take_policy(part: Any) -> bool:
 
 # Weight updaters and schemes.
 
-# An updater keeps weak references to its collectors there, which do not pickle.
-REGISTERED_COLLECTORS = "_collector_wrs"
 
-
-def model_at(owner: Any, path: str) -> Any:
-    """What an attribute path such as ``"env.transform[0].model"`` leads to, as torchrl reads it."""
-    from torchrl.weight_update.utils import _resolve_attr
-
-    return _resolve_attr(owner, path)
-
-
-def before_processes_start(collector: Any, prepare: Callable[[], None]) -> None:
-    """Call a function when a multi-process collector that is being made starts its processes."""
+def before_processes_start(collector: Any, prepare: Callable[[], dict[str, Any]]) -> None:
+    """Give a multi-process collector that is being made weight-sync schemes for its processes."""
     start = getattr(collector, "_run_processes", None)
     if start is None or hasattr(collector, "procs"):
         return
 
     def prepare_and_start() -> None:
         del collector._run_processes  # back to the collector's own
-        prepare()
+        collector._weight_sync_schemes = prepare()
         start()
 
     collector._run_processes = prepare_and_start
@@ -176,11 +166,6 @@ def number_weights(context: Any, version: int | None) -> None:
     """Tell an inference server, which would count updates, what version it computes with."""
     if mark := getattr(context, "_mark_weight_update", None):
         mark(version)
-
-
-def set_schemes(collector: Any, schemes: dict[str, Any]) -> None:
-    """Set the weight-sync schemes of a multi-process collector before its processes start."""
-    collector._weight_sync_schemes = schemes
 
 
 # Turns of collectors.

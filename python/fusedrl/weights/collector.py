@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,21 +30,19 @@ POLICY_STATE = "policy_state_dict"  # where a collector's state has the weights 
 VERSION_KEY = "policy_version"
 
 
-def is_policy(model_id: str) -> bool:
+def is_policy(model_id: Any) -> bool:
     """Whether a model is a collector's policy, or a part of it."""
     return model_id.split(".")[0] == "policy"
 
 
-def find_model(collector: Any, model_id: str) -> Any:
+def find_model(collector: Any, model_id: Any) -> Any:
     """A model of a collector by its attribute path; ``ValueError`` if this process has none."""
-    get = getattr(collector, "get_model", None)
     try:
-        return torchrl.model_at(collector, model_id) if get is None else get(model_id)
+        return collector.get_model(model_id)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"weight_sync_schemes: expected {model_id!r} to name a model of the collector in this "
-            f"process, got {error}; for a model that only workers have, call "
-            "scheme.init_on_sender(model_id=..., model=...) before the collector is made"
+            f"weight_sync_schemes: expected {model_id!r} to name a model in this process, got "
+            f"{error}; call scheme.init_on_sender(model_id=..., model=...) before"
         ) from error
 
 
@@ -66,8 +65,8 @@ class Newest:
 
     version_type = "a channel's"  # nobody else counts them
 
-    def __init__(self, follower: Follower) -> None:
-        self._reader = follower.reader
+    def __init__(self, reader: WeightReader) -> None:
+        self._reader = reader
 
     @property
     def version(self) -> int:
@@ -96,11 +95,8 @@ def check_counts(tracker: Any) -> None:
 
 
 def trackers_of(collector: Any) -> list[Any]:
-    """The tracker of a collector's versions, if any, and torchrl's copies of it, which tag frames.
-
-    They are made where it appends other transforms, such as for ``max_frames_per_traj``.
-    """
-    tracker = collector.policy_version_tracker
+    """The tracker of a collector's versions, if any, and torchrl's copies, which tag frames too."""
+    tracker = collector.policy_version_tracker  # copied where other transforms are appended
     transform: Any = getattr(collector.env, "transform", None)
     parts = getattr(transform, "transforms", [transform])
     copies = [part for part in parts if isinstance(part, PolicyVersion)]
@@ -113,11 +109,9 @@ def one_version_a_batch(
     """Let a collector and its environment compute each batch with one version of a model.
 
     If it is the policy or a part of it, frames are tagged with its versions. Our collectors of
-    dialogs, which have a method ``follow``, do both for each turn by themselves.
-
-    Returns:
-        What ends it. Its argument says whether the policy keeps the version that it had last.
-        Otherwise it gets the trainer's own weights, under a number that no published ones have.
+    dialogs, which have a method ``follow``, do both for each turn by themselves. What is returned
+    ends it; the argument says whether the policy keeps the version that it had last. Otherwise it
+    gets the trainer's own weights, under a number that no published ones have.
     """
     if is_policy and hasattr(collector, "follow"):
         return collector.follow(follower)
@@ -129,7 +123,7 @@ def one_version_a_batch(
     trackers, changed = trackers_of(collector) if is_policy else [], {}
     if trackers:
         check_counts(trackers[0])
-        changed["policy_version_tracker"] = Newest(follower)
+        changed["policy_version_tracker"] = Newest(follower.reader)
     owner = weakref.ref(collector)  # a scheme that is kept keeps no collector
     inner = vars(collector).get("rollout")  # that of another follower
 
@@ -142,9 +136,8 @@ def one_version_a_batch(
             carried = torchrl.carried_by(existing) if trackers else None
             if carried is not None and VERSION_KEY in carried:
                 carried.set(VERSION_KEY, torch.full_like(carried.get(VERSION_KEY), version or 0))
-            if inner is not None:
-                return inner(*args, **kwargs)
-            return type(existing).rollout(existing, *args, **kwargs)
+            run = inner or partial(type(existing).rollout, existing)
+            return run(*args, **kwargs)
 
     put_back = replaced(collector, rollout=rollout, **changed)
 
@@ -158,30 +151,25 @@ def one_version_a_batch(
 
 def replaced(owner: Any, **values: Any) -> Callable[[], None]:
     """Set attributes, and return what puts back the former ones if the owner still exists."""
-    reference = weakref.ref(owner)
+    reference, kind = weakref.ref(owner), type(owner)
     # A method is the class's again: bound, it would keep its owner.
-    methods = {n for n in values.keys() - vars(owner) if callable(getattr(type(owner), n, None))}
-    before = {name: getattr(owner, name) for name in values.keys() - methods}
+    methods = {n for n in values if n not in vars(owner) and callable(getattr(kind, n, None))}
+    before = {name: getattr(owner, name) for name in values if name not in methods}
     for name, value in values.items():
         setattr(owner, name, value)
 
     def put_back() -> None:
-        existing = reference()
-        for name in values if existing is not None else ():
-            if name in before:
-                setattr(existing, name, before[name])
-            else:
+        if (existing := reference()) is not None:
+            for name, value in before.items():
+                setattr(existing, name, value)
+            for name in methods:
                 delattr(existing, name)
 
     return put_back
 
 
-def with_own_copy(collector: Any, model_id: str) -> Callable[[], None]:
-    """Give a collector in the trainer's process a copy of its policy, which no training reaches.
-
-    Returns what gives it the original back. The path of the model has to be that of the policy, or
-    of a part of it.
-    """
+def with_own_copy(collector: Any, model_id: Any) -> Callable[[], None]:
+    """Give a collector in the trainer's process a copy of its policy; returns what undoes it."""
     policy = module_of(collector.policy)
     if not is_policy(model_id) or followers_of(policy):
         raise ValueError(
@@ -192,15 +180,13 @@ def with_own_copy(collector: Any, model_id: str) -> Callable[[], None]:
     try:
         if any(getattr(part, torch_names.COMPILED_CALL) is not None for part in policy.modules()):
             raise TypeError("one whose compile() was called; pass compile_policy= instead")
-        copies = copy.deepcopy(tuple(getattr(collector, name) for name in names))
+        copies = copy.deepcopy({name: getattr(collector, name) for name in names})
     except (TypeError, RuntimeError) as error:
         raise TypeError(
             "policy: expected one that copy.deepcopy takes, since a copy computes with the "
-            f"weights of the channel, got {error}; leave out what cannot be copied, or collect in "
-            "another process (AsyncCollector)"
+            f"channel's weights, got {error}; leave that out, or collect in another process"
         ) from error
-    changed = dict(zip(names, copies, strict=True), **{torchrl.COMPILED_POLICY: None})
-    return replaced(collector, **changed)
+    return replaced(collector, **copies, **{torchrl.COMPILED_POLICY: None})
 
 
 def follow_policy(
@@ -208,32 +194,25 @@ def follow_policy(
 ) -> tuple[Follower, Callable[[], None]]:
     """Let a policy follow a channel; returns the follower, and what ends it.
 
-    Args:
-        channel: a handle, which is opened and closed here, or a reader.
-        policy: the module whose weights the channel has, or what has it, or a vLLM engine, as its
-            ``model``. Otherwise this is a ``ValueError``.
-        mode: ``"alias"``, in which a version is held until the next one is loaded, or ``"copy"``.
+    A handle is opened and closed here. The channel may be that of the policy's ``model``, which may
+    be a vLLM engine. With ``"alias"`` a version is held until the next one is loaded.
     """
     with ExitStack() as stack:
-        reader = (
-            stack.enter_context(channel.open()) if isinstance(channel, WeightHandle) else channel
-        )
+        handle = channel if isinstance(channel, WeightHandle) else None
+        reader: Any = stack.enter_context(handle.open()) if handle else channel
         reader.require_open()
         if wrappers_in(policy):
-            if not isinstance(channel, WeightHandle):
+            if handle is None:
                 raise TypeError(
-                    "channel: expected a WeightHandle for a policy with a vLLM engine, which opens "
-                    f"it in a process of its own, got {type(channel).__name__}; pass channel.handle"
+                    "channel: expected a WeightHandle for a vLLM engine, which opens it itself, "
+                    "got a WeightReader; pass channel.handle"
                 )
-            follower: Follower = EngineFollower(channel, reader, policy)
+            follower: Follower = EngineFollower(handle, reader, policy)
         else:
-            names = {entry.name for entry in reader.layout.entries}
-            inner = getattr(policy, "model", None)
-            has_names = isinstance(inner, nn.Module) and names <= {
-                w.name for w in weights_in(inner)
-            }
-            module = module_of(inner if has_names else policy)
-            follower = ModuleFollower(reader, module, mode, between_calls=True)
+            names, inner = {*reader.layout.view_of}, getattr(policy, "model", None)
+            if isinstance(inner, nn.Module) and names <= {w.name for w in weights_in(inner)}:
+                policy = inner
+            follower = ModuleFollower(reader, module_of(policy), mode, between_calls=True)
         stack.callback(follower.close)
         return follower, stack.pop_all().close
 
@@ -242,18 +221,15 @@ def fitting_mode(
     module: nn.Module, reader: WeightReader, collector: Any
 ) -> Literal["alias", "copy"]:
     """``"alias"`` if dtypes and devices fit, and the collector neither compiles nor writes them."""
-    own = {w.name: w.tensor for w in weights_in(module) if w.kind == "parameter"}
+    dtypes = {entry.name: entry.dtype for entry in reader.layout.entries}
     fits = all(
-        (own[entry.name].dtype, own[entry.name].device) == (entry.dtype, reader.device)
-        for entry in reader.layout.entries
-        if entry.name in own
+        (weight.tensor.dtype, weight.tensor.device) == (dtypes[weight.name], reader.device)
+        for weight in weights_in(module)
+        if weight.kind == "parameter" and weight.name in dtypes
     )
-    in_place = (
-        getattr(collector, "compiled_policy", False)
-        or getattr(collector, "cudagraphed_policy", False)
-        or isinstance(getattr(collector, "policy", None), CudaGraphModule)
-        or isinstance(collector, InferenceServer)
-    )
+    flags = (getattr(collector, f"{how}_policy", False) for how in ("compiled", "cudagraphed"))
+    is_graph = isinstance(getattr(collector, "policy", None), CudaGraphModule)
+    in_place = any(flags) or is_graph or isinstance(collector, InferenceServer)
     return "alias" if fits and not in_place else "copy"
 
 
@@ -262,19 +238,18 @@ def materialise(
 ) -> None:
     """Allocate memory for the tensors of a module on meta, and tie those that the layout ties.
 
-    torchrl sends policies to workers on meta, buffers included, and unties their weights. Those
-    that the layout does not have get the values in ``buffers``; the others are arbitrary.
+    torchrl sends policies to workers on meta, and unties their weights. ``buffers`` has the values
+    of those that the layout does not have; the others are arbitrary.
     """
     made: dict[int, Tensor] = {}
     for weight in weights_in(module):
-        view = layout.view_of.get(weight.name)
         if not weight.tensor.is_meta or weight.home is None:
             continue
         if weight.name in buffers:
             weight.home[weight.key] = buffers[weight.name].to(device, copy=True)
-        elif view is not None:
+        elif (view := layout.view_of.get(weight.name)) is not None:
             if view not in made:
-                made[view] = torch.empty_like(weight.tensor, device=device, requires_grad=False)
-                if weight.kind == "parameter":
-                    made[view] = nn.Parameter(made[view], requires_grad=False)
+                memory = torch.empty_like(weight.tensor, device=device, requires_grad=False)
+                is_parameter = weight.kind == "parameter"
+                made[view] = nn.Parameter(memory, False) if is_parameter else memory
             weight.home[weight.key] = made[view]

@@ -15,14 +15,7 @@ from fusedrl.channel.tensors import Weight, weights_of
 
 
 def stored(weights: Any) -> Any:
-    """A reference to weights in Ray's store, from which the processes of a node read them.
-
-    Args:
-        weights: a tensordict, a module or a state dict.
-
-    Raises:
-        ValueError: several ranks have parts of the weights.
-    """
+    """A reference to weights in Ray's store, from which the processes of a node read them."""
     import ray
 
     found = weights_of(weights)
@@ -38,9 +31,8 @@ def stored(weights: Any) -> Any:
 class StoredWeights:
     """A tensordict as ``ray.put`` takes it: what is copied is the tensors' own memory.
 
-    Whoever gets it from the store has a tensordict of views of the store, which all processes of a
-    node share; Ray keeps that memory for as long as a view lives. Nobody may write it. Tensors
-    arrive on the host, and tied ones stay tied. Unpickling takes torch and tensordict, no more.
+    Whoever gets it has a tensordict of views of the store, which nobody may write. Tensors arrive
+    on the host, and tied ones stay tied. Unpickling takes torch and tensordict, no more.
     """
 
     def __init__(self, weights: TensorDictBase) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -50,12 +49,11 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
     frames are tagged with it: 1 stands for the weights that a collector starts with.
     :class:`fusedrl.LLMCollector` takes a version for each turn. A dead worker is logged.
 
-    A collector in the trainer's own process computes with a copy of its policy, so that in-place
-    training does not reach it between updates.
+    A scheme serves one collector. One in the trainer's own process computes with a copy of its
+    policy, so that in-place training does not reach it between updates.
 
     Args:
-        strategy: as in torchrl's schemes. ``"state_dict"`` merges a peft model's adapters. An
-            update takes weights in either form.
+        strategy: as in torchrl's schemes. ``"state_dict"`` merges a peft model's adapters.
         dtype, slots, device, timeout: as for :meth:`WeightChannel.create`. Each batch that is being
             collected holds at most one slot: two more than workers never wait.
         mode: with ``"alias"`` the model's parameters are frozen views of the channel; with
@@ -64,8 +62,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             copy otherwise, also in an inference server, which writes to its model.
 
     Raises:
-        ValueError: the weights do not fit, or an update names some workers only: a channel serves
-            all of them.
+        ValueError: the weights do not fit, or an update names some workers only.
         TimeoutError: workers hold all slots for too long. The message names their process ids.
 
     Example:
@@ -90,11 +87,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         device: torch.device | str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        if mode not in (None, "alias", "copy"):
-            raise ValueError(
-                f"mode: expected 'alias', 'copy' or None, got {mode!r}; None takes alias where the "
-                "policy allows it, and copy elsewhere"
-            )
         super().__init__(strategy)
         self.mode: Literal["alias", "copy"] | None = mode
         wait = seconds("timeout", timeout)
@@ -102,7 +94,6 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
             WeightChannel.create, dtype=dtype, slots=slots, device=device, timeout=wait
         )
         self._handle: WeightHandle | None = None
-        self._name = "policy"  # the model's
         self.buffers: dict[str, Tensor] = {}
         self._channel: WeightChannel | None = None  # at the trainer's end
         self._follower: Follower | None = None  # at the end where the weights are computed with
@@ -119,7 +110,7 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if self._channel is None:
             raise RuntimeError(
                 "scheme: expected the trainer's end of an open channel, got none; give the scheme "
-                "to a collector first, or call init_on_sender, and nothing after shutdown()"
+                "to a collector, or call init_on_sender, and nothing after shutdown()"
             )
         return self._channel
 
@@ -129,85 +120,80 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         end = self._channel or (self._follower and self._follower.reader)
         return end and end.version
 
-    # What follows is called by torchrl.
-
     @property
     def initialized_on_sender(self) -> bool:
-        """Whether this is the trainer's open end; false in a child that the trainer forked."""
-        return self._channel is not None and self._pid == os.getpid()
+        """False: each collector calls :meth:`init_on_sender`, which refuses a second one."""
+        return False
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether this is the trainer's open end, and not in a child that the trainer forked."""
+        return self._channel is not None and self._channel.handle.pid == os.getpid()
 
     def _init_on_sender_impl(
         self,
-        model_id: str = "policy",
+        model_id: str | None = "policy",
         context: Any = None,
         *,
         model: Any = None,
         weights: Any = None,
-        ctx: Any = None,
-        num_workers: int | None = None,
-        remote_collectors: Any = None,
+        **_: Any,  # what other schemes need
     ) -> None:
-        self._pid = os.getpid()
-        self.model_id = self._name = model_id or "policy"
+        former = self.context if self._publishes else None
+        if former is not None and former is not context:
+            raise RuntimeError(
+                f"scheme: expected one without a collector, got that of a {type(former).__name__}; "
+                "give each collector a scheme of its own, or call scheme.shutdown() after the first"
+            )
+        self.model_id = model_id or "policy"
+        if context is None or not self._publishes:
+            source = weights if model is None else model
+            if source is None:
+                source = find_model(context, self.model_id)
+            if not isinstance(source, Mapping):
+                source = module_of(source)
+                unsaved = [weight for weight in weights_in(source) if not weight.saved]
+                self.buffers = {weight.name: weight.tensor.detach().clone() for weight in unsaved}
+            merges = self.strategy_str == "state_dict" and has_adapters(source)
+            channel = self._create(source, merge_adapters=merges)
+            self._channel, self._handle, self._ends = channel, channel.handle, ExitStack()
+            self._ends.callback(channel.close)
         self.context = context
-        source = model if model is not None else weights
-        if source is None:
-            source = find_model(context, self._name)
-        if not isinstance(source, Mapping):
-            source = module_of(source)
-            unsaved = [weight for weight in weights_in(source) if not weight.saved]
-            self.buffers = {weight.name: weight.tensor.detach().clone() for weight in unsaved}
-        merges = self.strategy_str == "state_dict" and has_adapters(source)
-        channel = self._create(source, merge_adapters=merges)
-        self._channel, self._handle, self._ends = channel, channel.handle, ExitStack()
-        self._ends.callback(channel.close)
-
-    def restore(self, weights: Any, version: Any) -> None:
-        """Publish weights, or the model's own, under the version of a state, or a greater one.
-
-        Weights of the model's own may have changed since the state was saved: they get a greater
-        one. A version that is no integer is unknown.
-        """
-        least = version + (weights is None) if isinstance(version, int) else 0
-        self.send(weights, version=max(least, (self.version or 0) + 1))
-
-    def join(self, collector: Any) -> None:
-        """Take a collector of this process that was made after this scheme was initialized."""
-        if self._channel is not None and self.context is None:
-            self.context = collector
-            if self.synchronized_on_sender:  # else torchrl connects it
-                self._follow_in(collector)
+        self.synchronized_on_sender = False  # connect() comes next
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
-        self.send(weights)
-        if isinstance(self.context, Collector):
-            self._follow_in(self.context)
-
-    def _follow_in(self, collector: Any) -> None:
-        """Let a collector of the trainer's process compute with the channel's weights."""
-        try:
-            copied = not wrappers_in(collector.get_model(self._name))  # an engine has its own
+        if weights is not None or self.version is None:  # else it was connected before
+            self.send(weights)
+        collector = self.context
+        if not isinstance(collector, Collector):
+            return
+        try:  # it computes with the channel's weights in this process
+            copied = not wrappers_in(find_model(collector, self.model_id))  # an engine has its own
             if copied:
-                self._ends.callback(with_own_copy(collector, self._name))
+                self._ends.callback(with_own_copy(collector, self.model_id))
             self._attach(collector, copied)
         except BaseException:
             self.shutdown()
             raise
 
+    def restore(self, weights: Any, version: Any, loaded: bool = False) -> None:
+        """Publish the policy's state, or the model's own weights, as its version or a greater."""
+        path = str(self.model_id).removeprefix("policy").replace("[", ".").replace("]", "")
+        if weights is not None and path:  # the part that the channel has
+            part = f"{path[1:]}."
+            weights = {n.removeprefix(part): x for n, x in weights.items() if n.startswith(part)}
+        # The model's own may have changed since they had that version, unless the state is loaded.
+        least = version + (weights is None and not loaded) if isinstance(version, int) else 0
+        self.send(weights, version=max(least, (self.version or 0) + 1))
+
     def send(
         self, weights: Any = None, worker_ids: Any = None, *, version: int | None = None
     ) -> int:
-        """Publish one version; returns its number, which is one more if ``version`` is ``None``.
+        """Publish weights, the model's own if ``None``, as one version; returns its number.
 
-        Args:
-            weights: a tensordict, module or state dict; the model's own if ``None``.
-            worker_ids: ``None``, or all workers.
-            version: its number, greater than the last one.
-
-        Raises:
-            ValueError, TimeoutError: as for the class.
+        It reaches all workers. ``version`` has to be greater than the last one.
         """
         everyone = list(range(getattr(self.context, "num_workers", 1)))
         chosen = worker_ids if isinstance(worker_ids, list | tuple | set) else [worker_ids]
@@ -216,11 +202,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
                 f"worker_ids: expected None or all of {everyone}, got {worker_ids!r}; a channel's "
                 "version reaches every worker: give workers that differ their own schemes"
             )
-        if weights is not None and not isinstance(weights, Mapping):
-            weights = module_of(weights)
         published = self.channel.publish(weights, version)
         tracker: Any = getattr(self.context, "policy_version_tracker", None)
-        if is_policy(self._name) and getattr(tracker, "version_type", None) in (int, "int"):
+        if is_policy(self.model_id) and getattr(tracker, "version_type", None) in (int, "int"):
             tracker.version = published
         if dead := ", ".join(str(r.pid) for r in self.channel.readers() if not r.alive):
             logger.warning(
@@ -238,20 +222,16 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def init_on_receiver(self, *, model_id: str, context: Any = None, **given: Any) -> None:
         """Become the end where a collector or a server computes with the weights."""
-        if self.initialized_on_sender:
+        if self._publishes or self._handle is None:
             raise RuntimeError(
-                "weight_sync: expected an object of its own beside the trainer's in one process, "
-                "got the trainer's; pass copy.copy(scheme), and send with scheme"
-            )
-        if self._handle is None:
-            raise RuntimeError(
-                "scheme: expected one that the trainer has initialised, got one without a channel; "
-                "call init_on_sender before it is sent to workers"
+                "weight_sync: expected a copy of a scheme that the trainer has initialised, got "
+                f"{'that scheme itself' if self._publishes else 'one without a channel'}; call "
+                "init_on_sender, pass copy.copy(scheme), and send with scheme"
             )
         if isinstance(self.context, InferenceServer):  # which has set itself
             context = self.context
         self.__setstate__(self.__getstate__())  # nothing of the trainer's stays in a forked child
-        self.model_id, self._name, self._ends = model_id, model_id, ExitStack()
+        self.model_id, self._ends = model_id, ExitStack()
         self.worker_idx, self._local = given.get("worker_idx"), given.get("model")
         self.context = context
         self._initialized_on_receiver = True
@@ -267,8 +247,8 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
 
     def _attach(self, collector: Any, copied: bool = False) -> None:
         """Switch versions of the collector's model between batches."""
-        follower = self._follow(find_model(collector, self._name), collector, copied)
-        leave = one_version_a_batch(collector, follower, is_policy(self._name))
+        follower = self._follow(find_model(collector, self.model_id), collector, copied)
+        leave = one_version_a_batch(collector, follower, is_policy(self.model_id))
         self._ends.callback(leave, not copied)
         with follower.call():
             pass  # releases the version that is held until the first batch
@@ -279,9 +259,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         The weights may lie on meta, or in a vLLM engine. What is ``copied`` for a collector, the
         trainer can call too: it is held between batches, and not used after them.
         """
-        assert self._handle is not None
+        handle: Any = self._handle
         module, before = module_of(model), self._follower
-        reader = before.reader if before else self._ends.enter_context(self._handle.open())
+        reader = before.reader if before else self._ends.enter_context(handle.open())
         has_engine = bool(wrappers_in(module))
         if not has_engine:
             materialise(module, reader.layout, self.buffers, reader.device)
@@ -289,9 +269,9 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         if before is not None:
             if before.module is module and getattr(before, "mode", mode) == mode:
                 return before
-            before.close(detach=before.module is module)
+            before.close()
         if has_engine:
-            follower = EngineFollower(self._handle, reader, module)
+            follower = EngineFollower(handle, reader, module)
         else:
             follower = reader.follow(module, mode, between_calls=copied)
         self._ends.callback(follower.close, detach=not copied)
@@ -300,29 +280,13 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         return follower
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Load the newest version, where no collector's calls do that; its weights if they are new.
-
-        Without a ``timeout``, in seconds, it does not wait for a version that is not loaded yet.
-        """
+        """Load the newest version, for which nobody waits; its weights if they are new."""
         follower = self._follower
-        if follower is None:
-            return None
-        before = follower.version
-        if timeout is not None and before is not None:
-            with contextlib.suppress(TimeoutError):
-                follower.reader.wait_for(before + 1, timeout)
-        if follower.load() == before:
+        if follower is None or follower.version == follower.load():
             return None
         torchrl.number_weights(self.context, follower.version)
         weights = TensorDict.from_module(follower.module)
         return weights.data  # pyright: ignore[reportAttributeAccessIssue]
-
-    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Refused with a ``RuntimeError``: the model's memory is the channel's."""
-        raise RuntimeError(
-            "weights: expected them through the channel, got some at a worker's end; publish them "
-            "with update_policy_weights_, or send() at the trainer's end"
-        )
 
     def create_transport(self, **_: Any) -> TransportBackend:
         """Refused with a ``NotImplementedError``: the channel is the transport."""
@@ -332,15 +296,20 @@ class ChannelWeightSyncScheme(WeightSyncScheme):
         """Close this end of the channel; may be called again.
 
         A collector that goes on keeps the newest version. One in the trainer's process gets back
-        the policy that it was given, under a number greater than that of any version; call
-        ``increment_version`` for each further change of it. The trainer's end frees the memory,
-        once the workers' ends are closed too. The scheme may be given to another collector then.
+        the policy that it was given, under a greater number than any version; its
+        ``increment_version`` counts further ones. Another collector may have the scheme then.
         """
         if self._ends is not None:
             self._ends.close()
         vars(self).update(dict.fromkeys(_OF_THIS_PROCESS))
         self.synchronized_on_sender = False
         super().shutdown()
+
+
+def of_policy(schemes: Mapping[str, Any] | None) -> list[ChannelWeightSyncScheme]:
+    """Those of a collector's schemes whose channels bring the policy's weights, or a part's."""
+    named = [scheme for name, scheme in (schemes or {}).items() if is_policy(name)]
+    return [scheme for scheme in named if isinstance(scheme, ChannelWeightSyncScheme)]
 
 
 register_weight_sync_backend("channel")(ChannelWeightSyncScheme)

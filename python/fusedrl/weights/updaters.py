@@ -22,18 +22,13 @@ from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Weight]]:
     """The tensors of ``target`` that ``weights`` have values for, each with the value's place."""
     there = weights_of(target)
-    if not there and not weights_of(weights):
-        return []
-    found = Layout.of(target).match(weights, partial=True)
+    found = Layout.of(target).match(weights, partial=True) if there or weights_of(weights) else {}
     return [(there[name].tensor, place) for name, place in found.items()]
 
 
 @torch.no_grad()
 def write_weights(policy: Any, weights: Any) -> None:
-    """Write weights into a policy in place: a tensordict, a module, or what has one as its model.
-
-    Weights that do not fit are a ``TypeError`` or a ``ValueError``, before any is written.
-    """
+    """Write weights, all of which fit, into a tensordict, a module or what has one as its model."""
     target: Any = policy if isinstance(policy, nn.Module) else getattr(policy, "model", policy)
     if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
         target = TensorDict.from_module(target)
@@ -47,29 +42,14 @@ def write_weights(policy: Any, weights: Any) -> None:
 
 
 class _Updater(WeightUpdaterBase):
-    """What both bases share: the registered collector, and the ways to call an update."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process belongs to the collector there.
-        return {k: v for k, v in vars(self).items() if k != torchrl.REGISTERED_COLLECTORS}
-
-    def register_collector(self, collector: Any) -> None:
-        """Keep a weak reference to the only collector; collectors call this themselves."""
-        if self.collectors:
-            raise RuntimeError("Cannot register collector twice: give each its own updater")
-        super().register_collector(collector)
+    """What both bases share: the ways to call an update, and what it sends."""
 
     def update_weights(
         self, weights: Any = None, worker_ids: Any = None, *, policy_or_weights: Any = None
     ) -> None:
-        """Write or send weights, then run the post-hooks; a call of the updater is the same.
+        """Write or send weights, the server's if ``None``; a call of the updater is the same.
 
-        Args:
-            weights: a tensordict, a module or a mapping; those of the server if ``None``.
-            worker_ids: one or several of ``all_worker_ids()``; all if ``None``.
-
-        Raises:
-            ValueError: unknown workers, names or shapes. No weight has changed then.
+        Unknown workers, names and shapes are a ``ValueError``, before any weight changes.
         """
         if weights is not None and policy_or_weights is not None:
             raise ValueError("policy_or_weights: expected None beside weights, got both")
@@ -91,20 +71,6 @@ class LocalWeightUpdaterBase(_Updater):
 
     A subclass defines ``_get_server_weights`` and ``_get_local_weights``; it may define
     ``_maybe_map_weights`` and ``_update_local_weights``. An update runs them in this order.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from fusedrl import LocalWeightUpdaterBase
-        >>> local = TensorDict({"w": torch.zeros(2)})
-        >>> class Fetched(LocalWeightUpdaterBase):
-        ...     def _get_server_weights(self):
-        ...         return TensorDict({"w": torch.ones(2)})
-        ...     def _get_local_weights(self):
-        ...         return local
-        >>> Fetched().update_weights()
-        >>> local["w"]
-        tensor([1., 1.])
     """
 
     @abstractmethod
@@ -118,17 +84,13 @@ class LocalWeightUpdaterBase(_Updater):
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         if worker_ids is not None:
             raise ValueError(
-                f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it "
-                "out, or use a remote updater"
+                f"worker_ids: expected None, got {worker_ids!r}; there is one policy: leave it out"
             )
-        given = policy_or_weights is not None
-        weights = policy_or_weights if given else self._get_server_weights()
-        self._sync_weights_with_worker(server_weights=weights)
+        weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
+        local = self._get_local_weights()
+        self._update_local_weights(local, self._maybe_map_weights(weights, local))
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        local_weights = self._get_local_weights()
-        mapped_weights = self._maybe_map_weights(server_weights, local_weights)
-        self._update_local_weights(local_weights, mapped_weights)
+    _sync_weights_with_worker: Any = _push_weights  # there is one
 
 
 class RemoteWeightUpdaterBase(_Updater):
@@ -141,15 +103,9 @@ class RemoteWeightUpdaterBase(_Updater):
     Example:
         >>> from fusedrl import RemoteWeightUpdaterBase
         >>> class Printed(RemoteWeightUpdaterBase):
-        ...     def all_worker_ids(self):
-        ...         return [0, 1]
-        ...     def _get_server_weights(self):
-        ...         return 1.0
-        ...     def _sync_weights_with_worker(self, worker_id, server_weights):
-        ...         print(worker_id, server_weights)
-        >>> Printed().update_weights()
-        0 1.0
-        1 1.0
+        ...     all_worker_ids = lambda self: [0, 1]
+        ...     _get_server_weights = lambda self: 1.0
+        ...     _sync_weights_with_worker = lambda self, worker, weights: print(worker, weights)
         >>> Printed()(2.0, worker_ids=1)
         1 2.0
     """
@@ -164,17 +120,16 @@ class RemoteWeightUpdaterBase(_Updater):
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         known = self.all_worker_ids()
-        single = isinstance(worker_ids, int | str | torch.device)
-        chosen = known if worker_ids is None else [worker_ids] if single else worker_ids
-        names = {str(worker) for worker in chosen}  # "cpu" names the worker torch.device("cpu")
+        if isinstance(worker_ids, int | str | torch.device):
+            worker_ids = [worker_ids]
+        # "cpu" names the worker torch.device("cpu").
+        names = {str(worker) for worker in (known if worker_ids is None else worker_ids)}
         if unknown := names.difference(map(str, known)):
             raise ValueError(
-                f"worker_ids: expected one or several of {known}, got {unknown}; all_worker_ids() "
-                "lists them"
+                f"worker_ids: expected one or several of {known}, got {unknown}; name those"
             )
         if due := [w for w in known if str(w) in names and not self._skip_update(w)]:
-            given = policy_or_weights is not None
-            weights = policy_or_weights if given else self._get_server_weights()
+            weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
             self._distribute(due, self._maybe_map_weights(weights))
 
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
@@ -186,8 +141,8 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
     """Writes the weights that a function returns into a policy of the same process.
 
     Args:
-        weight_getter: returns the trainer's weights, a tensordict or a module. Pass ``None`` if you
-            give each update its weights; an update without weights then changes nothing.
+        weight_getter: returns the trainer's weights. With ``None``, an update without weights
+            changes nothing.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, which are
             written in place. ``None`` takes the policy of the registered collector.
 
@@ -226,17 +181,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
             publishes ``policy_weights`` as they are.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
             device of the workers' policy. All workers start with the first and get it.
-        timeout: seconds to wait for a free slot; a ``TimeoutError`` names who holds them.
-        slots: number of versions that fit into the channel; two more than workers never wait.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from fusedrl import MultiProcessedRemoteWeightUpdate
-        >>> workers = {torch.device("cpu"): TensorDict({"w": torch.zeros(2)})}
-        >>> MultiProcessedRemoteWeightUpdate(None, workers)({"w": torch.ones(2)})
-        >>> workers[torch.device("cpu")]["w"]
-        tensor([1., 1.])
+        timeout, slots: as for :class:`~fusedrl.ChannelWeightSyncScheme`.
     """
 
     def __init__(
@@ -260,7 +205,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
 
     def register_collector(self, collector: Any) -> None:
         """Keep a weak reference to the collector, and let its workers follow a channel."""
-        if hasattr(collector, "procs") and not self._scheme.initialized_on_sender:
+        if hasattr(collector, "procs") and self._scheme.version is None:
             raise RuntimeError(
                 "weight_updater: expected a collector without processes yet, got one that runs; "
                 "pass the updater to its constructor"
@@ -272,16 +217,13 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         """Publish by the scheme of a collector, which is made already."""
         self._scheme = scheme
 
-    def _open_channel(self) -> None:
-        """Give the collector, before its processes start, the scheme that publishes its weights."""
-        weights = next(iter(self.policy_weights.values()), None)
-        if weights is None or weights.is_empty():
-            return
+    def _open_channel(self) -> dict[str, Any]:
+        weights = next(iter(self.policy_weights.values()), TensorDict())
         self._scheme.init_on_sender(model_id="policy", context=self.collector, weights=weights)
-        torchrl.set_schemes(self.collector, {"policy": self._scheme})
+        return {"policy": self._scheme}
 
     def _distribute(self, worker_ids: list[Any], mapped_weights: Any) -> None:
-        publishes = self._scheme.initialized_on_sender  # not in a copy in another process
+        publishes = self._scheme.version is not None
         if publishes and len(worker_ids) < len(self.policy_weights):
             raise ValueError(
                 f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}; give "
@@ -305,24 +247,12 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     must not be written. The update returns when all actors have applied it.
 
     Args:
-        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``, which an
-            update without weights sends.
+        policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``.
         remote_collectors: handles of the actors; the id of a worker is its index in this list.
             ``None`` takes those of the ``RayCollector`` that the updater is registered with.
-        max_interval: number of updates that each worker skips between two that it gets.
-        timeout: seconds within which the workers have to answer.
-
-    Raises:
-        ray.exceptions.RayError: a worker is dead or failed. The others have been sent the weights.
-        TimeoutError: workers did not answer in time.
-
-    Example:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from fusedrl import RayRemoteWeightUpdater
-        >>> weights = TensorDict.from_module(torch.nn.Linear(1, 1))
-        >>> RayRemoteWeightUpdater(weights, remote_collectors=[]).all_worker_ids()
-        []
+        max_interval: number of updates that a worker skips between two that it gets.
+        timeout: seconds within which the workers have to answer, else a ``TimeoutError``. One that
+            is dead or failed is Ray's error; the others have been sent the weights.
     """
 
     def __init__(
@@ -345,7 +275,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
             self.remote_collectors = getattr(self.collector, "remote_collectors", None)
         if self.remote_collectors is None:
             raise RuntimeError("remote_collectors: expected handles of actors, got None; pass them")
-        return list(range(len(self.remote_collectors)))
+        return [*range(len(self.remote_collectors))]
 
     def _get_server_weights(self) -> Any:
         return self.policy_weights
@@ -354,9 +284,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         # A collector that is an actor dies of weights that it cannot apply.
         found = pairs(server_weights, self.policy_weights)
         values = {Weight("", tensor).identity(): place.value() for tensor, place in found}
-        return self.policy_weights.data.apply(
-            lambda known: values.get(Weight("", known).identity())
-        )
+        return self.policy_weights.data.apply(lambda x: values.get(Weight("", x).identity()))
 
     def _skip_update(self, worker_id: int) -> bool:
         self._skipped[worker_id] = self._skipped.get(worker_id, 0) + 1
@@ -367,12 +295,10 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
 
         if not ray.is_initialized():  # ray.put would start a cluster
             raise RuntimeError("remote_collectors: expected Ray's cluster, got none; make others")
-        if mapped_weights is not None:
-            mapped_weights = stored(mapped_weights)
-        sent = [self._sync_weights_with_worker(worker, mapped_weights) for worker in worker_ids]
-        ray.get(sent, timeout=self.timeout)
+        sent = None if mapped_weights is None else stored(mapped_weights)
+        answers = [self._sync_weights_with_worker(worker, sent) for worker in worker_ids]
+        ray.get(answers, timeout=self.timeout)
 
     def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> Any:
-        answer = self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)
         self._skipped[worker_id] = 0
-        return answer
+        return self.remote_collectors[worker_id].update_policy_weights_.remote(server_weights)

@@ -14,12 +14,15 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from weights_workers import Ones, Uneven
 
 from fusedrl import (
+    ChannelWeightSyncScheme,
     MultiProcessedRemoteWeightUpdate,
     VanillaLocalWeightUpdater,
     WeightChannel,
 )
 
 from .ends import until
+
+OF_WORKER = {"policy_factory": canary_policy}
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
@@ -119,16 +122,19 @@ def test_stale_batches_are_dropped_and_counted(make, caplog):
 
 
 @pytest.mark.parametrize("kind", ["local", "remote"])
-def test_an_updaters_update_is_one_version(make, kind):
+@pytest.mark.parametrize("model", ["policy", "policy.module"])
+def test_an_updaters_update_is_one_version(make, kind, model):
     policy = canary_policy()
     own = TensorDict.from_module(policy)
     if kind == "local":
         updater: Any = VanillaLocalWeightUpdater(None, own)
     else:
         updater = MultiProcessedRemoteWeightUpdate(None, {torch.device("cpu"): own})
-    collector = make(
-        Ones, policy, weight_updater=updater, track_policy_version=True, prefetch=0, total_frames=12
-    )
+    scheme = {"weight_sync_schemes": {model: ChannelWeightSyncScheme()}, **OF_WORKER}
+    way = {"weight_updater": updater} if model == "policy" else scheme
+    collector = make(Ones, policy, **way, track_policy_version=True, prefetch=0, total_frames=12)
+    if collector.weight_updater is None:
+        collector.weight_updater = updater
     for n, batch in enumerate(collector, 1):
         assert batch["low"].unique().tolist() == batch["policy_version"].unique().tolist() == [n]
         if n == 1:
@@ -153,7 +159,8 @@ def test_a_buffer_is_filled_by_iterating_or_from_a_thread(make):
     collector.async_shutdown()
 
 
-def test_state_goes_into_another_collector(make, monkeypatch):
+@pytest.mark.parametrize("model", ["policy", "policy.module"])
+def test_state_goes_into_another_collector(make, monkeypatch, model):
     options = {"track_policy_version": True, "total_frames": 12, "max_frames_per_traj": 3}
     first = make(Ones, canary_policy(), **options)
     for version in range(2, 6):
@@ -162,9 +169,10 @@ def test_state_goes_into_another_collector(make, monkeypatch):
     state = first.state_dict()
     assert state["policy_version"] == 5 and state["frames"] == 4
     wait = functools.partial(time.sleep, 0.05)  # batches are asked for, and not begun
+    scheme = ChannelWeightSyncScheme()
+    options |= {"weight_sync_schemes": {model: scheme}, **OF_WORKER}
     second = make(Ones, canary_policy(), prefetch=2, pre_collect_hook=wait, **options)
     second.next()
-    scheme = second._weight_sync_schemes["policy"]
     send = scheme.send
 
     def send_late(*args, **kwargs):

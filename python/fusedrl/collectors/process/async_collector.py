@@ -35,8 +35,8 @@ from fusedrl.collectors.process import worker
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
 from fusedrl.collectors.stream import Batches, Stream, finished
 from fusedrl.compat.torchrl import frames_of, process_context, trajectory_format
-from fusedrl.weights.collector import POLICY_STATE, is_policy
-from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
+from fusedrl.weights.collector import POLICY_STATE
+from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme, of_policy
 from fusedrl.weights.updaters import MultiProcessedRemoteWeightUpdate
 
 DEVICES = "storing_device", "policy_device", "env_device"
@@ -221,19 +221,17 @@ class AsyncCollector(_AsyncCollector):
         """Open the channel, or publish the first weights by the schemes."""
         self._reader = None if channel is None else channel.open()
         for name, scheme in self._weight_sync_schemes.items():
-            if not scheme.initialized_on_sender:
-                scheme.init_on_sender(model_id=name, context=self, weights=weights)
-            if not scheme.synchronized_on_sender:
-                scheme.connect()
-        of_policy = filter(is_policy, self._weight_sync_schemes)
-        self._numbered = self._reader or self._weight_sync_schemes.get(next(of_policy, ""))
+            scheme.init_on_sender(model_id=name, context=self, weights=weights)
+            scheme.connect()
+        self._numbered = self._reader or next(iter(of_policy(self._weight_sync_schemes)), None)
 
     def _close_weights(self) -> None:
         """Close the channels; the last version can still be read."""
         if self._numbered is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = self.policy_version
         for scheme in self._weight_sync_schemes.values():
-            scheme.shutdown()
+            if scheme.context is self:  # not that of another collector, which was refused
+                scheme.shutdown()
         if self._reader is not None:
             self._reader.close()
 
@@ -305,14 +303,20 @@ class AsyncCollector(_AsyncCollector):
         """The weight updater, or ``None``. Setting one registers it with this collector."""
         if value is not None and self._reader is not None:
             raise RuntimeError("channel: expected weights through it, got an updater; publish them")
-        scheme = self._weight_sync_schemes.get("policy")
+        schemes = of_policy(self._weight_sync_schemes)
         publishes = isinstance(value, MultiProcessedRemoteWeightUpdate)
-        if publishes and scheme is not None:
-            value.publish_with(scheme)
+        if isinstance(value, MultiProcessedRemoteWeightUpdate) and len(schemes) == 1:
+            value.publish_with(schemes[0])  # else it refuses
         BaseCollector.weight_updater.fset(self, value)  # pyright: ignore[reportOptionalCall]
-        if value is not None and not publishes:  # what it has written to the policy is one version
-            publish = weakref.WeakMethod(self.increment_version if scheme is None else scheme.send)
+        if value is not None and not publishes:
+            publish = weakref.WeakMethod(self._publish)
             self.weight_updater.register_post_hook(lambda: (call := publish()) and call())
+
+    def _publish(self) -> None:
+        """Make one version of what an updater has written to the policy."""
+        for scheme in of_policy(self._weight_sync_schemes):
+            scheme.send()
+        self.increment_version()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Publish one version of the weights, and do not wait; with a ``channel`` do nothing."""
@@ -378,14 +382,16 @@ class AsyncCollector(_AsyncCollector):
         check_whole("iter", batches, -1, optional=False)
         if "traj_pool" in state_dict:
             own["traj_pool"] = state_dict["traj_pool"]
-        scheme = self._weight_sync_schemes.get("policy")
-        weights = None if scheme is None else own.pop(POLICY_STATE, None)
+        schemes, weights = of_policy(self._weight_sync_schemes), own.get(POLICY_STATE)
+        brought = "policy" in self._weight_sync_schemes  # all of the weights
+        if brought:
+            own.pop(POLICY_STATE, None)
         if self._numbered is not None:
             own.pop("policy_version", None)  # the channel counts
-        self._call(worker.load_state, own, scheme is None, False)
-        if scheme is not None:
+        self._call(worker.load_state, own, not brought, False)
+        for scheme in schemes:
             scheme.restore(weights, version)
-        elif version is not None and self.policy_version_tracker is not None:
+        if not schemes and version is not None and self.policy_version_tracker is not None:
             self.policy_version_tracker.version = version
         self._frames, self._iter = frames, batches
         # Batches that the worker has made meanwhile, with other weights, are outdated.
