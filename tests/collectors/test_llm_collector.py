@@ -73,7 +73,7 @@ def test_a_thread_fills_the_buffer(collect):
     buffer = ReplayBuffer(storage=LazyStackStorage(200), batch_size=4)
     collector = collect(replay_buffer=buffer, total_dialog_turns=100)
     collector.start()
-    collector._stream.background.join(60)
+    collector._stream.join(60)
     assert len(buffer) == 100
     collector.async_shutdown()
     assert not collector.is_initialized()
@@ -104,7 +104,7 @@ def test_a_shutdown_within_the_thread_is_no_failure(collect, caplog):
 
     collector = collect(replay_buffer=ReplayBuffer(storage=LazyStackStorage(8)), postproc=postproc)
     collector.start()
-    collector._stream.background.join(60)
+    collector._stream.join(60)
     collector.shutdown()
     assert not caplog.text and not collector.is_initialized()
 
@@ -350,7 +350,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 def test_what_ends_the_thread_is_logged_and_raised_by_the_next_call(collect, caplog, call):
     collector = collect(replay_buffer=Full())
     collector.start()
-    collector._stream.background.join(60)
+    collector._stream.join(60)
     assert not collector.is_running()
     assert caplog.text.count("collecting in the background failed") == 1
     with pytest.raises(RuntimeError, match="StopIteration"):

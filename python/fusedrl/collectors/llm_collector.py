@@ -16,8 +16,8 @@ from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.follow import Follower
-from fusedrl.collectors.batches import batches_of, buffer_of
-from fusedrl.collectors.options import DialogOptions, check_environment, check_state, check_total
+from fusedrl.collectors.batches import QueueBuffer
+from fusedrl.collectors.options import DialogOptions, check_state
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
 from fusedrl.collectors.stream import SHUT_DOWN, Batches, Stream, finished
@@ -85,37 +85,31 @@ class LLMCollector(_LLMCollector):
 
     def __init__(self, env: Any, **arguments: Any) -> None:
         options = DialogOptions(env, **arguments)
-        self._stream = Stream(self)
+        self._stream, self._versions = Stream(self), Versions()
         env = options.env if isinstance(options.env, EnvBase) else options.env()
-        check_environment(env, options.async_envs, options.completed)
-        policy = options.policy if options.policy_factory is None else options.policy_factory()
         self.async_envs = isinstance(env, AsyncEnvPool)
+        self._loop = (PoolLoop if self.async_envs else TurnLoop)(env, options, self._versions)
+        policy = options.policy if options.policy_factory is None else options.policy_factory()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
-        self.yield_completed_trajectories = options.completed
-        buffer, flat = buffer_of(options.replay_buffer, options.queue), options.flatten_data
-        self.flatten_data = buffer is not None if flat is None else flat
+        self.yield_completed_trajectories, self.flatten_data = options.completed, options.flat
         self.verbose, self.max_staleness = options.verbose, options.max_staleness
-        self._versions = Versions()
         with ExitStack() as undo:
             undo.callback(self._versions.leave)
             if options.channel is not None:
                 channel, mode = options.channel, options.channel_mode
                 self._versions.follow(*follow_policy(channel, policy, mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
-            wanted = options.dialog_turns_per_batch or 1
-            last = self.yield_only_last_steps
-            batches = batches_of(env, wanted, self.flatten_data, options.completed, last)
-            total = check_total("total_dialog_turns", options.total_dialog_turns)
-            loop = PoolLoop if self.async_envs else TurnLoop
-            self._loop = loop(env, batches, self._versions, total)
+            self._loop.env = env
             # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
             Collector.__init__(
                 self,
                 env,
                 policy,
-                frames_per_batch=wanted,
+                frames_per_batch=options.dialog_turns_per_batch or 1,
                 total_frames=options.total_dialog_turns,  # pyright: ignore[reportArgumentType]
-                replay_buffer=buffer,
+                replay_buffer=(
+                    options.replay_buffer if options.queue is None else QueueBuffer(options.queue)
+                ),
                 weight_updater=options.weight_updater,
                 weight_sync_schemes=options.weight_sync_schemes,
                 reset_at_each_iter=options.reset_at_each_iter,
@@ -123,6 +117,7 @@ class LLMCollector(_LLMCollector):
                 trust_policy=True,
                 use_buffers=False,
                 no_cuda_sync=True,
+                traj_pool=self._loop.trajectories,
                 # That would add an InitTracker, which no language model reads, or else warn.
                 auto_register_policy_transforms=False,
             )
@@ -162,10 +157,6 @@ class LLMCollector(_LLMCollector):
     @_frames.setter
     def _frames(self, frames: int) -> None:
         self._loop.frames = frames
-
-    @property
-    def _traj_pool(self) -> Any:
-        return self._loop.trajectories
 
     @property
     def policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -210,9 +201,9 @@ class LLMCollector(_LLMCollector):
         self._require_open()
         if self._frames >= self.total_frames:
             return None
-        batch = self.rollout()
+        batch = self._collect()
         self._iter += 1
-        self._increment_frames(batch.numel())
+        self._increment_frames(0)  # they are counted; after the last, the environment is closed
         return batch
 
     def _ahead(self) -> None:
@@ -230,15 +221,21 @@ class LLMCollector(_LLMCollector):
         An error in the thread is logged at once and raised by the next call.
         """
         self._require_open()
-        self._stream.background.start(self.iterator, self.replay_buffer)
+        self._stream.start(self.iterator)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
-        return self._stream.background.is_running()
+        return self._stream.is_running()
+
+    def rollout(self) -> TensorDictBase:
+        """Run turns until there is a batch, and return it uncounted, before any postprocessing."""
+        batch = self._collect()
+        self._frames -= batch.numel()
+        return batch
 
     @torch.no_grad()
-    def rollout(self) -> TensorDictBase:
-        """Run turns until there is a batch, and return it before any postprocessing."""
+    def _collect(self) -> TensorDictBase:
+        """The next batch; Ctrl-C at any point leaves it to the next call, or it is counted."""
         self._require_open()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -248,7 +245,7 @@ class LLMCollector(_LLMCollector):
             return self._loop.batch(self.policy, self._require_open)
 
     def _require_open(self) -> None:
-        self._stream.background.check()
+        self._stream.check()
         if self.closed or self._ends:
             raise RuntimeError(SHUT_DOWN)
 
@@ -292,7 +289,7 @@ class LLMCollector(_LLMCollector):
                 neither an updater nor a scheme.
             TimeoutError: the turn does not end within 10 minutes.
         """
-        self._stream.background.check()
+        self._stream.check()
         if self._versions.close is not None and not args and not kwargs:
             return
         if kwargs.get("weights_dict") is not None and not self._weight_sync_schemes:
@@ -402,19 +399,19 @@ class LLMCollector(_LLMCollector):
             raise_on_error: whether to raise the errors of closing, or the error that ended the
                 thread of :meth:`start` and was not raised yet.
         """
-        background = self._stream.background
-        background.stop()
-        background.join(timeout)
-        if not background.is_running():
+        stream = self._stream
+        stream.stop()
+        stream.join(timeout)
+        if not stream.is_running():
             self._ends = True
             # Closed while it steps, an environment fails in ways that do not say why.
-            if self._stream.taking.acquire(timeout=-1 if timeout is None else timeout):
-                self._stream.taking.release()
+            if stream.taking.acquire(timeout=-1 if timeout is None else timeout):
+                stream.taking.release()
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
             self._versions.leave()
         if raise_on_error:
-            background.check()
+            stream.check()
 
     async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()

@@ -11,7 +11,6 @@ from typing import Any, Literal, SupportsIndex
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
@@ -50,7 +49,24 @@ class DialogOptions:
         """Check all of them."""
         check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
         check_total("total_dialog_turns", self.total_dialog_turns)
-        check_versions(self.track_policy_version, self.max_staleness)
+        check_whole("max_staleness", self.max_staleness, 0)
+        tracker = self.track_policy_version
+        if not isinstance(tracker, bool | PolicyVersion):
+            raise TypeError(
+                "track_policy_version: expected a bool or a PolicyVersion, got "
+                f"{type(tracker).__name__}; pass True"
+            )
+        if isinstance(tracker, PolicyVersion):
+            check_counts(tracker)
+        if self.channel_mode not in ("alias", "copy"):
+            raise ValueError(
+                f"channel_mode: expected 'alias' or 'copy', got {self.channel_mode!r}; leave it out"
+            )
+        # An option that changes nothing without another one is refused without it.
+        for name, other in (("max_staleness", "track_policy_version"), ("channel_mode", "channel")):
+            is_given = getattr(self, name) != getattr(DialogOptions, name)
+            if is_given and getattr(self, other) in (None, False):
+                raise TypeError(f"{name}: expected it beside {other}, got it alone; give both")
         check_channel(self.channel, WeightHandle, WeightReader)
         check_one(policy_factory=self.policy_factory, policy=self.policy)
         check_one(queue=self.queue, replay_buffer=self.replay_buffer)
@@ -76,26 +92,15 @@ class DialogOptions:
         """Whether batches have completed trajectories."""
         return bool(self.yield_completed_trajectories or self.yield_only_last_steps)
 
+    @property
+    def flat(self) -> bool:
+        """Whether batches have one dimension."""
+        has_buffer = self.replay_buffer is not None or self.queue is not None
+        return has_buffer if self.flatten_data is None else self.flatten_data
+
 
 # What Python says of an argument that is missing or unknown.
 DialogOptions.__init__.__qualname__ = "LLMCollector.__init__"
-
-
-def check_versions(tracker: Any, max_staleness: int | None) -> None:
-    """Check what tracks versions, and the number of versions that a batch may be behind."""
-    if not isinstance(tracker, bool | PolicyVersion):
-        raise TypeError(
-            "track_policy_version: expected a bool or a PolicyVersion, got "
-            f"{type(tracker).__name__}; pass True"
-        )
-    if isinstance(tracker, PolicyVersion):
-        check_counts(tracker)
-    check_whole("max_staleness", max_staleness, 0)
-    if max_staleness is not None and tracker is False:
-        raise ValueError(
-            "max_staleness: expected versions to count back from, got track_policy_version=False; "
-            "pass True"
-        )
 
 
 def check_channel(channel: Any, *kinds: type) -> None:
@@ -131,28 +136,6 @@ def check_total(name: str, value: Any) -> float:
     total = int(value) if isinstance(value, float) and value.is_integer() else value
     check_whole(name, total, 1)
     return int(total)
-
-
-def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:
-    """Raise if the environment cannot do what is asked of it."""
-    if isinstance(env, AsyncEnvPool):
-        # torchrl 0.14.1 looks up the environment of a tensordict in the flattened list of indices,
-        # in which one of several rows has several: it steps some twice and others never.
-        sizes = [tuple(size) for size in env.env_batch_sizes if size.numel() > 1]
-        if sizes:
-            raise ValueError(
-                f"env: expected a pool of environments with one dialog each, got batch_size="
-                f"{sizes[0]}; give AsyncEnvPool an environment for each dialog"
-            )
-    elif async_envs:
-        raise RuntimeError(
-            f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; leave it out"
-        )
-    elif completed and len(env.batch_size) != 1:
-        raise ValueError(
-            "yield_completed_trajectories: expected an env with batch_size=(n,) for n dialogs, "
-            f"got batch_size={tuple(env.batch_size)}; make such a one"
-        )
 
 
 def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool = True) -> None:

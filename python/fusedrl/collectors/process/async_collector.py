@@ -23,7 +23,13 @@ from fusedrl.channel import WeightHandle
 from fusedrl.channel.checks import seconds
 from fusedrl.channel.tensors import weights_in
 from fusedrl.collectors.llm_collector import LLMCollector
-from fusedrl.collectors.options import DialogOptions, check_channel, check_total, check_whole
+from fusedrl.collectors.options import (
+    DialogOptions,
+    check_channel,
+    check_one,
+    check_total,
+    check_whole,
+)
 from fusedrl.collectors.policy_version import PolicyVersion, mark_padding
 from fusedrl.collectors.process import worker
 from fusedrl.collectors.process.worker_handle import SHUTDOWN_S, WorkerHandle
@@ -125,9 +131,10 @@ class AsyncCollector(_AsyncCollector):
         dialogs = _check_names(kind, given)
         per_batch = "dialog_turns_per_batch" if dialogs else "frames_per_batch"
         in_all = "total_dialog_turns" if dialogs else "total_frames"
+        endless = None if total_frames == -1 else total_frames
+        check_one(**{"frames_per_batch": frames_per_batch, per_batch: given.get(per_batch)})
+        check_one(**{"total_frames": endless, in_all: given.get(in_all)})
         frames, total = given.pop(per_batch, frames_per_batch), given.pop(in_all, total_frames)
-        if frames_per_batch not in (None, frames) or total_frames not in (-1, total):
-            raise TypeError(f"{per_batch}: expected one name for each size, got two; drop one")
         check_whole(per_batch, frames, 1, optional=dialogs)
         check_whole("prefetch", prefetch, 0, optional=False)
         check_channel(channel, WeightHandle)
@@ -178,7 +185,7 @@ class AsyncCollector(_AsyncCollector):
         self._ending = threading.RLock()
         self._start_worker(partial(make, **of_process), options)
         self._stream = Stream(self)
-        self._thread = self._stream.background
+        self._thread = self._stream
         self._frames, self._iter = 0, -1
         self.closed, self.procs = False, [self._worker.process]
 
@@ -272,7 +279,7 @@ class AsyncCollector(_AsyncCollector):
         self._thread.check()
         self._worker.check()
         iterate = self._iter_by_trajectories if self.trajs_per_batch else self.iterator
-        self._thread.start(iterate, self.replay_buffer)
+        self._thread.start(iterate)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
