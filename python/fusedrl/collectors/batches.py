@@ -18,10 +18,7 @@ from fusedrl.logs import warn_once
 class TurnBatches:
     """Batches of at least ``wanted`` turns of all dialogs, finished or not.
 
-    Args:
-        rows: how many dialogs run at a time.
-        wanted: turns in a batch.
-        flat: whether batches have one dimension, dialog after dialog, or else time last.
+    They have one dimension, dialog after dialog, if they are ``flat``, or else time last.
     """
 
     only_last = False
@@ -58,10 +55,7 @@ class TurnBatches:
 class DialogBatches:
     """Batches of at least ``wanted`` turns of finished dialogs, in the order in which they ended.
 
-    Args:
-        rows: how many dialogs run at a time.
-        wanted: turns in a batch, at least.
-        only_last: whether a batch has each dialog's last turn only.
+    With ``only_last`` they have each dialog's last turn only.
     """
 
     def __init__(self, rows: int, wanted: int, only_last: bool) -> None:
@@ -79,13 +73,7 @@ class DialogBatches:
         return len(self._running[index])
 
     def add(self, turn: Any, ends: list[bool], indices: Iterable[int]) -> None:
-        """Keep one turn of some dialogs.
-
-        Args:
-            turn: the turn, a copy; ``None`` if it is only counted, as no batch will have any of it.
-            ends: for each dialog, whether the turn is its last.
-            indices: of the dialogs.
-        """
+        """Keep a copy of the turn of some dialogs, which it ends or not; ``None`` is counted."""
         rows = [None] * len(ends) if turn is None else rows_of(turn)
         for index, row, is_last in zip(indices, rows, ends, strict=True):
             turns = self._running[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
@@ -23,7 +23,6 @@ from fusedrl.collectors.pool_turns import PoolLoop
 from fusedrl.collectors.stream import SHUT_DOWN, Batches, Stream, finished
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
-from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
 from fusedrl.weights.collector import POLICY_STATE, follow_policy, is_policy
 from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
@@ -36,29 +35,25 @@ class LLMCollector(_LLMCollector):
     It takes the place of torchrl's class, with its arguments, and ``isinstance`` accepts it as one.
     Each turn says to which trajectory it belongs (``("collector", "traj_ids")``) and, if versions
     are tracked, which one the policy had when it was called for it (``"policy_version"``, also in
-    ``"next"``). Batches are flat by default if there is a ``replay_buffer`` or a ``queue``. An
-    ``AsyncEnvPool`` yields each completed trajectory at once.
+    ``"next"``). Batches are flat by default if there is a ``replay_buffer`` or a ``queue``.
 
     Args:
-        weight_sync_schemes: torchrl's schemes by the names of their models, instead of a
-            ``weight_updater``.
+        weight_sync_schemes: schemes by the names of their models, instead of a ``weight_updater``.
         channel: a reader or handle of the channel from which the policy's weights come. Each turn,
             from the policy's call to the last transform of ``env``, computes with the version that
-            is newest when it begins. Before the first version it computes with the policy's own
-            weights, as version 0. A handle is opened here and closed at shutdown.
+            is newest when it begins; before the first, with the policy's own weights, as version 0.
         channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
         track_policy_version: whether to tag turns, or the :class:`PolicyVersion` that tags them. It
             is added to the environment unless it is there; an ``AsyncEnvPool`` needs none.
         max_staleness: drop a batch if its oldest turn is more than this number of versions behind
             the policy's, or the channel's; ``stale_turns`` counts the dropped turns.
-        queue: takes single turns instead of a ``replay_buffer``. If it is full, it drops the
-            oldest.
+        queue: takes single turns, instead of a ``replay_buffer``; a full one drops the oldest.
         verbose: log the figures of each batch: turns, tokens, version, staleness.
 
     Raises:
         TypeError: arguments exclude each other, or one is missing.
-        ValueError: a number is out of range, completed trajectories come from an environment that
-            has not one batch dimension, or environments of a pool have several dialogs each.
+        ValueError: a number is out of range, or the environment has not one batch dimension for
+            completed trajectories, or a pool has environments of several dialogs each.
         RuntimeError: ``async_envs`` without an ``AsyncEnvPool``.
 
     Example:
@@ -93,11 +88,11 @@ class LLMCollector(_LLMCollector):
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories, self.flatten_data = options.completed, options.flat
         self.verbose, self.max_staleness = options.verbose, options.max_staleness
+        buffer = options.replay_buffer if options.queue is None else QueueBuffer(options.queue)
         with ExitStack() as undo:
             undo.callback(self._versions.leave)
-            if options.channel is not None:
-                channel, mode = options.channel, options.channel_mode
-                self._versions.follow(*follow_policy(channel, policy, mode))
+            if (channel := options.channel) is not None:
+                self._versions.follow(*follow_policy(channel, policy, options.channel_mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
             self._loop.env = env
             # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
@@ -107,9 +102,7 @@ class LLMCollector(_LLMCollector):
                 policy,
                 frames_per_batch=options.dialog_turns_per_batch or 1,
                 total_frames=options.total_dialog_turns,  # pyright: ignore[reportArgumentType]
-                replay_buffer=(
-                    options.replay_buffer if options.queue is None else QueueBuffer(options.queue)
-                ),
+                replay_buffer=buffer,
                 weight_updater=options.weight_updater,
                 weight_sync_schemes=options.weight_sync_schemes,
                 reset_at_each_iter=options.reset_at_each_iter,
@@ -216,10 +209,7 @@ class LLMCollector(_LLMCollector):
         return batch
 
     def start(self) -> None:
-        """Fill the replay buffer from a thread, until the end or :meth:`shutdown`.
-
-        An error in the thread is logged at once and raised by the next call.
-        """
+        """Fill the buffer from a thread, whose error the next call raises, until the shutdown."""
         self._require_open()
         self._stream.start(self.iterator)
 
@@ -276,11 +266,9 @@ class LLMCollector(_LLMCollector):
         self._versions.count()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Update the policy's weights, as torchrl's collectors do, and count one version.
+        """Update the policy's weights between two turns, and count one version.
 
-        A turn that runs in another thread ends first, and the next one begins afterwards, unless a
-        channel brings the weights. With ``channel=`` this does nothing: the next turn takes the
-        newest version.
+        It waits for a turn that runs in another thread. With ``channel=`` it does nothing.
 
         Raises:
             ValueError: the policy does not have such names or shapes, or ``weights_dict`` is given
@@ -304,22 +292,19 @@ class LLMCollector(_LLMCollector):
         self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
     ) -> None:
         """As :meth:`update_policy_weights_`, also with those of the receiving schemes."""
-        named = [each for each in (policy_or_weights, weights, policy) if each is not None]
         has_schemes = receives_by_schemes(self)
-        if not named and not has_schemes:
-            return
-        with self._versions.update():
-            if has_schemes or len(named) > 1:  # the second is refused
+        named = [each for each in (policy_or_weights, weights, policy) if each is not None]
+        with self._versions.update() if named or has_schemes else nullcontext():
+            if len(named) == 1 and not has_schemes:
+                write_weights(self.policy, named[0])
+            else:
                 receive: Any = super().receive_weights
                 receive(policy_or_weights, weights=weights, policy=policy)
-            else:
-                write_weights(self.policy, named[0])
 
     def follow(self, follower: Follower) -> Callable[[bool], None]:
-        """Let each turn hold one version of what follows a channel, unless another does.
+        """Let each turn hold one version of ``follower``; what is returned ends it.
 
-        Returns:
-            A function that undoes it; its argument says whether the policy keeps its version.
+        Its argument says whether the policy keeps its version.
         """
         return self._versions.follow(follower)
 
@@ -344,23 +329,15 @@ class LLMCollector(_LLMCollector):
         self._require_open()
         state = super().state_dict()
         if self._versions.follower is not None and POLICY_STATE in state:
-            # These lie in a channel's memory, which is written again.
-            state[POLICY_STATE] = map_leaves(
-                lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x,
-                self.policy.state_dict(),
-            )
+            state[POLICY_STATE] = copy.deepcopy(self.policy.state_dict())  # is written again
         return state
 
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Restore environment, policy, counts and version; dialogs start anew.
+        """Restore what :meth:`state_dict` has returned; dialogs start anew.
 
-        If weights have come from a channel, the policy keeps them and their version, unless it is
-        the channel of a scheme in the trainer's process: that publishes the restored policy, under
-        its version or a greater one.
-
-        Args:
-            state_dict: a state that :meth:`state_dict` has returned.
-            kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
+        A policy keeps weights that have come from a channel, and their version, unless it is the
+        channel of a scheme in the trainer's process: that publishes the restored policy, under its
+        version or a greater one. ``strict=False`` takes a state without policy or environment.
 
         Raises:
             KeyError, TypeError, ValueError: the state does not fit. Nothing has changed then.
@@ -393,11 +370,8 @@ class LLMCollector(_LLMCollector):
 
         A rollout in another thread ends after its current turn, with a ``RuntimeError``.
 
-        Args:
-            timeout: seconds to wait for the thread, or for the current turn.
-            close_env: whether to close the environment too.
-            raise_on_error: whether to raise the errors of closing, or the error that ended the
-                thread of :meth:`start` and was not raised yet.
+        It waits for ``timeout`` seconds, and raises what closing raises, or what ended the thread
+        of :meth:`start`, unless ``raise_on_error=False``.
         """
         stream = self._stream
         stream.stop()

@@ -77,14 +77,7 @@ class PolicyVersion(_PolicyVersion):
         self._current_version = new
 
     def span(self, batch: TensorDictBase) -> tuple[int, int]:
-        """The oldest and the newest version that made a part of a batch of turns.
-
-        Args:
-            batch: turns as a collector returns them, of any shape.
-
-        Raises:
-            ValueError: the batch has no versions.
-        """
+        """The oldest and the newest version in a batch; ``ValueError`` if it has none."""
         versions = versions_in(batch)
         return min(versions), max(versions)
 
@@ -94,11 +87,7 @@ class PolicyVersion(_PolicyVersion):
 
 
 def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
-    """An environment with the tracker that is asked for, and the tracker; a pool needs none.
-
-    Raises:
-        ValueError: the tracker is in another environment.
-    """
+    """An environment with the tracker that is asked for, and the tracker; a pool needs none."""
     tracker = PolicyVersion() if track is True else track or None
     if tracker is None or isinstance(env, AsyncEnvPool):
         return env, tracker
@@ -115,9 +104,7 @@ def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
 def stamp_turn(turn: TensorDictBase, version: int) -> None:
     """Write the version of a turn into it and its ``"next"``, or the oldest version of its tokens.
 
-    Args:
-        turn: is changed in place. If its policy reported versions of tokens, ``"next"`` gets them.
-        version: that the policy had when it was called for the turn.
+    If the policy reported versions of tokens, ``"next"`` gets them.
     """
     if isinstance(turn, LazyStackedTensorDict):
         for part in turn.tensordicts:
@@ -141,8 +128,7 @@ def stamp_turn(turn: TensorDictBase, version: int) -> None:
 def mark_padding(batch: TensorDictBase) -> TensorDictBase:
     """Give what fills up short trajectories the version -1, none, where torchrl gives it 0.
 
-    Args:
-        batch: is changed in place, if it has a ``("collector", "mask")``.
+    The batch is changed in place, if it has a ``("collector", "mask")``.
     """
     mask = batch.get(("collector", "mask"), None)
     if mask is None:
@@ -161,10 +147,10 @@ def versions_in(batch: TensorDictBase) -> set[int]:
     flat: Any = batch.reshape(-1)
     for key in (TOKENS_KEY, VERSION_KEY):
         for part in (flat.get("next", flat), flat):
-            rows = part.get(key, as_list=True)
-            rows = () if rows is None else rows
+            rows = part.get(key, (), as_list=True)
             if versions := {n for row in rows for n in row.flatten().tolist()} - {PADDING}:
                 return versions
     raise ValueError(
-        f"batch: expected an entry {VERSION_KEY!r}, got none; collect with track_policy_version=True"
+        "batch: expected an entry 'policy_version', got none; collect with "
+        "track_policy_version=True"
     )

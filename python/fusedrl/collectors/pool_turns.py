@@ -16,14 +16,8 @@ from fusedrl.channel.ranks import interrupted_later
 from fusedrl.collectors.options import DialogOptions, Policy, check_total
 from fusedrl.collectors.turns import TurnLoop, call_by_length, ended
 from fusedrl.collectors.versions import Versions
+from fusedrl.compat import torchrl
 from fusedrl.compat.tensordict import copy_of
-from fusedrl.compat.torchrl import (
-    begin_resets,
-    env_indices,
-    forget_steps,
-    steps_under_way,
-    will_take_policy,
-)
 
 SLICE_S = 0.05  # within which Ctrl-C takes effect while environments step
 
@@ -43,7 +37,7 @@ class PoolLoop(TurnLoop):
         self._completed = options.completed
         self._in_processes = isinstance(env, ProcessorAsyncEnvPool)
         self._checked: tuple[Any, Any] = (None, None)  # a follower and a policy
-        self._running = False
+        self._running = False  # whether dialogs do
         self._failed: BaseException | None = None  # what ended a pool of processes
         # The version of each turn that an environment steps; nothing is carried meanwhile.
         self._asked: dict[int, Any] = {}
@@ -61,13 +55,10 @@ class PoolLoop(TurnLoop):
             )
 
     def batch(self, policy: Policy, check: Callable[[], None]) -> TensorDictBase:
-        """As for :class:`TurnLoop`; a version lasts while environments compute with the policy.
+        """As for :class:`TurnLoop`; the policy is called for some while other environments step.
 
-        While an environment steps, the policy is called for others. Without a channel, updates wait
-        for the environments.
-
-        Raises:
-            ValueError: the weights come through a channel, where the others may have newer ones.
+        Where environments compute with the policy, updates wait for them; weights of a channel,
+        which nobody waits for, are a ``ValueError``.
         """
         follower = self._versions.follower
         if self._checked != (follower, policy):
@@ -96,7 +87,7 @@ class PoolLoop(TurnLoop):
             for env in getattr(self.env, "envs", ())
             for part in env.modules()
             if getattr(part, "takes_policy", False)
-            or will_take_policy(part)
+            or torchrl.will_take_policy(part)
             or any(id(parameter) in own for parameter in part.parameters(recurse=False))
         ]
 
@@ -118,11 +109,8 @@ class PoolLoop(TurnLoop):
         self._running = True
 
     def _wait(self, seconds: float = float("inf"), least: int | None = None) -> bool:
-        """Wait for the end of steps in threads, of all or so many; returns whether they ended.
-
-        Of a pool of processes there are none.
-        """
-        steps, deadline = steps_under_way(self.env), time.monotonic() + seconds
+        """Wait for the end of steps in threads, of all or so many; returns whether they ended."""
+        steps, deadline = torchrl.steps_under_way(self.env), time.monotonic() + seconds
         running, most = set(steps), 0 if least is None else max(len(steps) - least, 0)
         while len(running) > most and time.monotonic() < deadline:
             with interrupted_later():
@@ -137,16 +125,12 @@ class PoolLoop(TurnLoop):
             return receive(least)
 
     def _turn(self, policy: Policy) -> None:
-        """Take turns that are done, and ask for the next of their dialogs.
-
-        Raises:
-            RuntimeError: a pool of processes has failed before.
-        """
+        """Take turns that are done, and ask for the next of their dialogs."""
         if not self._running:
             self.restart()
             with self._pool():
                 with interrupted_later():
-                    begin_resets(self.env)
+                    torchrl.begin_resets(self.env)
                 self._begin(self._receive(self.env.async_reset_recv, self.env.num_envs))
         if self._carried is not None:
             self._ask(policy)
@@ -154,7 +138,7 @@ class PoolLoop(TurnLoop):
 
     def _ask(self, policy: Policy) -> None:
         """Call the policy, and let the environments take their step."""
-        indices = env_indices(self.env, self._carried)
+        indices = torchrl.env_indices(self.env, self._carried)
         with self._versions.call() as version:
             # The policy is called again, and may write there, while the environments step.
             answers = copy_of(call_by_length(policy, self._carried))
@@ -169,7 +153,7 @@ class PoolLoop(TurnLoop):
         least = min(least, len(self._asked))  # fewer dialogs run once the budget is used up
         with self._pool():
             turn, self._carried = self._receive(self.env.async_step_and_maybe_reset_recv, least)
-            indices = env_indices(self.env, turn)
+            indices = torchrl.env_indices(self.env, turn)
             rows = [
                 self._own(row, self._asked.pop(index), self._ids[index])
                 for index, row in zip(indices, turn.unbind(0), strict=True)
@@ -193,7 +177,7 @@ class PoolLoop(TurnLoop):
     def restart(self, finished: bool = False) -> None:
         """As for :class:`TurnLoop`; waits for environments that step."""
         self._wait()
-        if not forget_steps(self.env) and self._asked:
+        if not torchrl.forget_steps(self.env) and self._asked:
             with self._pool():
                 self._receive(self.env.async_step_and_maybe_reset_recv, len(self._asked))
         self._ran += len(self._asked)

@@ -25,21 +25,15 @@ class Stream:
     Or a thread of the stream takes them all, for the buffer. Ctrl-C may lose the batch that it
     meets, which is counted by then.
 
-    Args:
-        collector: is not kept alive. Its ``_arrive()`` waits for a batch, counts it and returns it,
-            or ``None`` at the end; ``_ahead()`` lets the next one begin; ``_postproc(batch)`` is
-            torchrl's.
-
-    Attributes:
-        taking: a lock that is held while a batch is taken.
-        storing: a lock that is held while a batch goes into the buffer.
-        dropped: frames that were too old.
+    The collector is not kept alive. Its ``_arrive()`` waits for a batch, counts it and returns it,
+    or ``None`` at the end; ``_ahead()`` lets the next one begin; ``_postproc(batch)`` is torchrl's.
     """
 
     def __init__(self, collector: Any) -> None:
         self._collector: Any = weakref.proxy(collector)
+        # Held while a batch is taken, and while one goes into the buffer.
         self.taking, self.storing = threading.RLock(), threading.Lock()
-        self.dropped = 0
+        self.dropped = 0  # frames that were too old
         self._thread: Any = None
         self._error: BaseException | None = None  # what ended the thread
         self._stopping = False
@@ -126,7 +120,7 @@ class Stream:
 class Batches:
     """An iterator that goes on after an exception, where a generator would have ended in silence.
 
-    ``begin`` makes the generator of the batches, anew after an exception.
+    ``begin`` makes the generator, anew after an exception.
     """
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:

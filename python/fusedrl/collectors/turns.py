@@ -25,21 +25,13 @@ class TurnLoop:
 
     From the policy's call to the last transform of the environment, a turn computes with one
     version of the weights, which it is tagged with.
-
-    Args:
-        env: steps all dialogs at a time; its transforms may be added later, as ``loop.env``.
-        options: the arguments of the collector.
-        versions: the versions of the policy's weights.
-
-    Attributes:
-        trajectories: numbers them, and gives no number twice.
     """
 
     at_once = False  # whether each dialog that ends is a batch
 
     def __init__(self, env: Any, options: DialogOptions, versions: Versions) -> None:
         self._check(env, options)
-        self.env, self._versions = env, versions
+        self.env, self._versions = env, versions  # transforms may be added to the environment
         rows = env.batch_size.numel()
         wanted = -(-(options.dialog_turns_per_batch or 1) // rows) * rows  # whole steps
         last = bool(options.yield_only_last_steps)
@@ -76,12 +68,7 @@ class TurnLoop:
         self._ran = frames + self._batches.pending
 
     def batch(self, policy: Policy, check: Callable[[], None]) -> TensorDictBase:
-        """Run turns until there is a batch.
-
-        Args:
-            policy: answers the dialogs.
-            check: is called before each turn, and raises if there shall be none.
-        """
+        """Run turns until there is a batch; ``check`` raises before a turn that shall not be."""
         while (batch := self._batches.take()) is None:
             check()
             self._turn(policy)
@@ -125,11 +112,7 @@ class TurnLoop:
             self._ids[over] = self.trajectories.get_traj_and_increment(len(over), device=device)
 
     def restart(self, finished: bool = False) -> None:
-        """End running dialogs; their turns count, but are in no batch.
-
-        Args:
-            finished: whether to forget finished dialogs, too.
-        """
+        """End running dialogs, and forget ``finished`` ones if asked; their turns are counted."""
         self._carried = None
         self._batches.forget(finished)
 
@@ -143,15 +126,8 @@ def ended(turn: TensorDictBase) -> list[bool]:
 def call_by_length(policy: Policy, dialogs: TensorDictBase) -> TensorDictBase:
     """Call a policy once for each length that the histories of dialogs have.
 
-    torchrl 0.14.1's wrappers of language models raise for histories of several lengths.
-
-    Args:
-        policy: a policy that returns as many rows as it gets.
-        dialogs: the dialogs. They take a single call if they have no histories, or if all histories
-            have the same length.
-
-    Returns:
-        The answers, in the order of the dialogs.
+    torchrl 0.14.1's wrappers of language models raise for histories of several lengths. A policy
+    returns as many rows as it gets.
     """
     if (
         # A tensordict of stacked tensors cannot hold several lengths.
