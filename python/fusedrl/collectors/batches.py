@@ -109,11 +109,7 @@ def rows_of(turn: TensorDictBase) -> list[Any]:
 
 
 class QueueBuffer:
-    """A replay buffer that puts each turn of a batch into a bounded queue; a full one drops turns.
-
-    It drops the oldest. It has ``put_nowait`` and ``get_nowait``, as queues of the standard library
-    and of Ray.
-    """
+    """A replay buffer that puts each turn into a queue of Python's or Ray's; a full one drops."""
 
     def __init__(self, queue: Any) -> None:
         self.queue = queue

@@ -88,7 +88,7 @@ class LLMCollector(_LLMCollector):
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
         self.yield_completed_trajectories, self.flatten_data = options.completed, options.flat
         self.verbose, self.max_staleness = options.verbose, options.max_staleness
-        buffer = options.replay_buffer if options.queue is None else QueueBuffer(options.queue)
+        buffer: Any = options.replay_buffer if options.queue is None else QueueBuffer(options.queue)
         with ExitStack() as undo:
             undo.callback(self._versions.leave)
             if (channel := options.channel) is not None:
@@ -271,10 +271,9 @@ class LLMCollector(_LLMCollector):
         It waits for a turn that runs in another thread. With ``channel=`` it does nothing.
 
         Raises:
-            ValueError: the policy does not have such names or shapes, or ``weights_dict`` is given
-                without schemes. Nothing has changed then.
-            RuntimeError: the thread is within a turn, or the policy has no module and there is
-                neither an updater nor a scheme.
+            ValueError: the policy has no such names or shapes. Nothing has changed then.
+            RuntimeError: the thread is within a turn, or neither the policy's module, an updater
+                nor a scheme can take weights.
             TimeoutError: the turn does not end within 10 minutes.
         """
         self._stream.check()
@@ -302,10 +301,7 @@ class LLMCollector(_LLMCollector):
                 receive(policy_or_weights, weights=weights, policy=policy)
 
     def follow(self, follower: Follower) -> Callable[[bool], None]:
-        """Let each turn hold one version of ``follower``; what is returned ends it.
-
-        Its argument says whether the policy keeps its version.
-        """
+        """Let each turn hold one version of ``follower``, until the returned function is called."""
         return self._versions.follow(follower)
 
     def scoring(self) -> AbstractContextManager[Any]:
@@ -370,8 +366,7 @@ class LLMCollector(_LLMCollector):
 
         A rollout in another thread ends after its current turn, with a ``RuntimeError``.
 
-        It waits for ``timeout`` seconds, and raises what closing raises, or what ended the thread
-        of :meth:`start`, unless ``raise_on_error=False``.
+        It raises what closing raises, or what ended the thread, unless ``raise_on_error=False``.
         """
         stream = self._stream
         stream.stop()

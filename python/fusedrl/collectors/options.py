@@ -139,10 +139,7 @@ def check_total(name: str, value: Any) -> float:
 
 
 def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool = True) -> None:
-    """Raise unless a collector that has its ``own`` state can load all of the one that is given.
-
-    Without ``strict`` it may lack what is the environment's and the policy's, or have more.
-    """
+    """Raise unless a collector with its ``own`` state can load the given one, or parts of it."""
     needed = {"frames", "iter", *(name for name in own if strict and name.endswith("state_dict"))}
     mine, theirs = (
         _shapes({name: state[name] for name in own if name in needed or name in given})

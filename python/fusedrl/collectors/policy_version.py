@@ -34,11 +34,8 @@ class PolicyVersion(_PolicyVersion):
     policies do. A collector then has them in ``"next"`` too and tags the turn with the oldest of
     them, and :meth:`span` reads them.
 
-    Args:
-        version_type: ``"int"`` or ``int``, as torchrl writes it.
-
     Raises:
-        ValueError: ``version_type`` is another one of torchrl's.
+        ValueError: ``version_type`` is neither ``int`` nor ``"int"``.
 
     Example:
         >>> import torch
@@ -62,7 +59,7 @@ class PolicyVersion(_PolicyVersion):
 
     def _increment_version(self, init: bool = False) -> None:
         # torchrl's adds to the history what the setter has added.
-        self.version = 0 if init else self.version + 1
+        self.version = 0 if init else operator.index(self.version) + 1
 
     @_PolicyVersion.version.setter
     def version(self, value: int) -> None:

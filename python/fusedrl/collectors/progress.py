@@ -38,11 +38,9 @@ def turn_metrics(
         prefix: what every name begins with.
 
     Returns:
-        ``count`` of the turns, ``tokens`` of their responses, the mean ``reward``, and with
-        ``newest`` the oldest ``version`` and its ``staleness``; without those that the batch lacks.
-
-    Raises:
-        ValueError: ``newest`` is given, and the batch has no versions.
+        ``count`` of the turns, ``tokens`` of their responses, the mean ``reward``, without those
+        that the batch lacks, and with ``newest`` the oldest ``version`` and its ``staleness``, or a
+        ``ValueError`` if it has no versions.
 
     Example:
         >>> import torch

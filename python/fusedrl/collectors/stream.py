@@ -118,10 +118,7 @@ class Stream:
 
 
 class Batches:
-    """An iterator that goes on after an exception, where a generator would have ended in silence.
-
-    ``begin`` makes the generator, anew after an exception.
-    """
+    """What the generator yields that ``begin`` makes, anew after an exception, which ends it."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin

@@ -49,8 +49,7 @@ class TurnLoop:
         """Raise if the environment cannot do what is asked of it."""
         if options.async_envs:
             raise RuntimeError(
-                f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; leave it "
-                "out"
+                f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; drop it"
             )
         if options.completed and len(env.batch_size) != 1:
             raise ValueError(
@@ -79,7 +78,8 @@ class TurnLoop:
             self.restart()
             self._begin(self.env.reset())
         with self._versions.call() as version:
-            answers = call_by_length(policy, self._carried)
+            carried: Any = self._carried
+            answers = call_by_length(policy, carried)
             self._carried = None  # a step that is broken off ends its dialogs
             turn, carried = self.env.step_and_maybe_reset(answers)
         ends = ended(turn)
