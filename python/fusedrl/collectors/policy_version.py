@@ -59,7 +59,8 @@ class PolicyVersion(_PolicyVersion):
 
     def _increment_version(self, init: bool = False) -> None:
         # torchrl's adds to the history what the setter has added.
-        self.version = 0 if init else operator.index(self.version) + 1
+        current: Any = self._current_version
+        self.version = 0 if init else current + 1
 
     @_PolicyVersion.version.setter
     def version(self, value: int) -> None:
