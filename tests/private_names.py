@@ -49,6 +49,9 @@ NEEDED: dict[str, dict[str, str]] = {
     },
     "torchrl": {
         "torchrl.envs.transforms:Transform": ("_call _step _reset _container"),
+        "torchrl.envs.llm.transforms.policy_version:PolicyVersion": (
+            "_increment_version _current_version"
+        ),
         "torchrl.envs.llm:RetrieveKL": "_initialized _init_deferred",
         "torchrl.envs.llm:RetrieveLogProb": "_io_device",
         "torchrl.envs.llm:KLRewardTransform": "_io_device",
@@ -67,7 +70,7 @@ NEEDED: dict[str, dict[str, str]] = {
             "_ignore_rb _receiver_schemes _policy_w_state_dict _frames "
             "_setup_policy_version_tracking _make_carrier "
             "_maybe_make_final_rollout _maybe_fallback_update _receive_weights_scheme _postproc "
-            "_traj_pool _increment_frames _iter _carrier _weight_updater "
+            "_increment_frames _iter _carrier _weight_updater "
             "_iterator _wrapped_policy_uncompiled _wrapped_policy_maybe_compiled"
         ),
         "torchrl.collectors.utils": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import _base
 
@@ -104,4 +105,22 @@ def test_ctrl_c_leaves_no_lock_that_a_step_needs(collect):
             collector.rollout()
     finally:
         sys.settrace(None)
+    assert dialogs_of(collector.rollout())
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_ctrl_c_breaks_off_the_wait_for_a_reset(collect):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Waiting(Counting):
+        def _reset(self, *args, **kwargs):
+            begun.set()
+            assert goes_on.wait(20)
+            return super()._reset(*args, **kwargs)
+
+    collector = collect(AsyncEnvPool([lambda: Waiting(1)] * 2, stack="lazy"))
+    threading.Thread(target=lambda: begun.wait(20) and signal.raise_signal(signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        collector.rollout()
+    goes_on.set()
     assert dialogs_of(collector.rollout())

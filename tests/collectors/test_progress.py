@@ -13,7 +13,6 @@ from torchrl.modules.llm import TransformersWrapper
 from transforms.dialogs import rows
 
 from fusedrl import LLMCollector, turn_metrics
-from fusedrl.collectors.progress import response_tokens
 
 
 @pytest.fixture
@@ -34,13 +33,13 @@ def test_tokens_are_those_of_the_responses(chat_env, collect, greedy, tokenizer,
     """As a policy writes them; padding is none."""
     whole = collect(chat_env(StepCounter(1)), policy=greedy()).next()
     answers = [row.tolist() for row in rows(whole.reshape(-1), ("tokens", "response"))]
-    assert response_tokens(whole) == sum(map(len, answers)) == 20
+    assert turn_metrics(whole)["turns/tokens"] == sum(map(len, answers)) == 20
     end = answers[0][1]
     lengths = [1 + answer.index(end) if end in answer else 5 for answer in answers]
     assert len(set(lengths)) > 1
     ending = greedy(pad, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
     batch = collect(chat_env(StepCounter(1)), policy=ending).next()
-    assert response_tokens(batch) == sum(lengths)
+    assert turn_metrics(batch)["turns/tokens"] == sum(lengths)
 
 
 def test_the_figures_of_a_batch_are_one_flat_dictionary(chat_env, collect, greedy):
@@ -48,7 +47,7 @@ def test_the_figures_of_a_batch_are_one_flat_dictionary(chat_env, collect, greed
     versions = batch.reshape(-1)["next", "policy_version"]
     assert turn_metrics(batch, int(versions.max()) + 2) == {
         "turns/count": batch.numel(),
-        "turns/tokens": response_tokens(batch),
+        "turns/tokens": sum(map(len, rows(batch.reshape(-1), ("tokens", "response")))),
         "turns/reward": 1,
         "turns/version": versions.min().item(),
         "turns/staleness": versions.max().item() + 2 - versions.min().item(),

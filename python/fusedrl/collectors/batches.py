@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
-from torchrl.envs import AsyncEnvPool
 
 from fusedrl.compat.tensordict import copy_of
 from fusedrl.logs import warn_once
@@ -19,13 +18,10 @@ from fusedrl.logs import warn_once
 class TurnBatches:
     """Batches of at least ``wanted`` turns of all dialogs, finished or not.
 
-    Args:
-        rows: how many dialogs run at a time.
-        wanted: turns in a batch.
-        flat: whether batches have one dimension, dialog after dialog, or else time last.
+    They have one dimension, dialog after dialog, if they are ``flat``, or else time last.
     """
 
-    completed = only_last = False
+    only_last = False
 
     def __init__(self, rows: int, wanted: int, flat: bool) -> None:
         self._rows, self._wanted, self._flat = rows, wanted, flat
@@ -36,10 +32,9 @@ class TurnBatches:
         """The number of turns that are in no batch yet."""
         return len(self._turns) * self._rows
 
-    def add(self, turn: Any, over: list[bool], indices: Iterable[int]) -> int:
-        """Keep one turn of every dialog; returns how many turns no batch will have, 0 here."""
+    def add(self, turn: Any, ends: list[bool], indices: Iterable[int]) -> None:
+        """Keep one turn of every dialog."""
         self._turns.append(turn)
-        return 0
 
     def take(self) -> TensorDictBase | None:
         """A batch, once there are enough turns."""
@@ -52,22 +47,16 @@ class TurnBatches:
         self._turns = []
         return batch
 
-    def forget(self, finished: bool = False) -> int:
-        """Forget the turns that are in no batch yet, and return how many these are."""
-        lost, self._turns = self.pending, []
-        return lost
+    def forget(self, finished: bool) -> None:
+        """Forget the turns that are in no batch yet."""
+        self._turns = []
 
 
 class DialogBatches:
     """Batches of at least ``wanted`` turns of finished dialogs, in the order in which they ended.
 
-    Args:
-        rows: how many dialogs run at a time.
-        wanted: turns in a batch, at least.
-        only_last: whether a batch has each dialog's last turn only.
+    With ``only_last`` they have each dialog's last turn only.
     """
-
-    completed = True
 
     def __init__(self, rows: int, wanted: int, only_last: bool) -> None:
         self._wanted, self.only_last = wanted, only_last
@@ -83,24 +72,15 @@ class DialogBatches:
         """The number of turns of a running dialog."""
         return len(self._running[index])
 
-    def add(self, turn: Any, over: list[bool], indices: Iterable[int]) -> int:
-        """Keep one turn of some dialogs; returns how many turns no batch will have.
-
-        Args:
-            turn: the turn, a copy; ``None`` if it is only counted, as no batch will have any of it.
-            over: for each dialog, whether the turn is its last.
-            indices: of the dialogs.
-        """
-        lost = 0
-        rows = [None] * len(over) if turn is None else rows_of(turn)
-        for index, row, ends in zip(indices, rows, over, strict=True):
+    def add(self, turn: Any, ends: list[bool], indices: Iterable[int]) -> None:
+        """Keep a copy of the turn of some dialogs, which it ends or not; ``None`` is counted."""
+        rows = [None] * len(ends) if turn is None else rows_of(turn)
+        for index, row, is_last in zip(indices, rows, ends, strict=True):
             turns = self._running[index]
-            turns.append(row if ends or not self.only_last else None)
-            if ends:
+            turns.append(row if is_last or not self.only_last else None)
+            if is_last:
                 self._running[index] = []
                 self._finished.append(turns[-1:] if self.only_last else turns)
-                lost += len(turns) - len(self._finished[-1])
-        return lost
 
     def take(self) -> TensorDictBase | None:
         """A batch, once there are enough turns for it."""
@@ -111,13 +91,11 @@ class DialogBatches:
             turns += self._finished.popleft()
         return lazy_stack(turns)
 
-    def forget(self, finished: bool = False) -> int:
-        """Forget running dialogs, and finished ones too if asked; returns how many turns."""
-        before = self.pending
+    def forget(self, finished: bool) -> None:
+        """Forget running dialogs, and ``finished`` ones too if asked."""
         if finished:
             self._finished.clear()
         self._running = [[] for _ in self._running]
-        return before - self.pending
 
 
 def rows_of(turn: TensorDictBase) -> list[Any]:
@@ -130,26 +108,8 @@ def rows_of(turn: TensorDictBase) -> list[Any]:
     return [copy_of(row) for row in turn.reshape(-1).unbind(0)]
 
 
-def batches_of(
-    env: Any, wanted: int, flat: bool, completed: bool, only_last: bool
-) -> TurnBatches | DialogBatches:
-    """The queue for the turns of an environment; a pool hands out each finished dialog at once."""
-    rows = env.batch_size.numel()
-    wanted = -(-wanted // rows) * rows  # whole steps
-    if not completed:
-        return TurnBatches(rows, wanted, flat)
-    return DialogBatches(rows, 1 if isinstance(env, AsyncEnvPool) else wanted, only_last)
-
-
 class QueueBuffer:
-    """Stands in the place of a replay buffer: each turn of a batch goes into a bounded queue.
-
-    A full queue drops its oldest turns.
-
-    Args:
-        queue: a queue with ``put_nowait`` and ``get_nowait`` like those of :class:`queue.Queue`,
-            such as a queue of multiprocessing or of Ray.
-    """
+    """A replay buffer that puts each turn into a queue of Python's or Ray's; a full one drops."""
 
     def __init__(self, queue: Any) -> None:
         self.queue = queue
@@ -168,8 +128,3 @@ class QueueBuffer:
                     )
                     with suppress(queue.Empty):  # a reader has taken it first
                         self.queue.get_nowait()
-
-
-def buffer_of(replay_buffer: Any, queue: Any) -> Any:
-    """The replay buffer, or what stands in its place for a queue."""
-    return replay_buffer if queue is None else QueueBuffer(queue)

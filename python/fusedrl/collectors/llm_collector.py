@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,20 +11,18 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.collectors.llm.base import LLMCollector as _LLMCollector
 from torchrl.envs import AsyncEnvPool, EnvBase
 
 from fusedrl.channel.follow import Follower
-from fusedrl.collectors.batches import batches_of, buffer_of
-from fusedrl.collectors.options import DialogOptions, check_environment, check_state, check_total
+from fusedrl.collectors.batches import QueueBuffer
+from fusedrl.collectors.options import DialogOptions, check_state
 from fusedrl.collectors.policy_version import tracked
 from fusedrl.collectors.pool_turns import PoolLoop
 from fusedrl.collectors.stream import SHUT_DOWN, Batches, Stream, finished
 from fusedrl.collectors.turns import TurnLoop
 from fusedrl.collectors.versions import Versions
-from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import policy_with_state, receives_by_schemes
 from fusedrl.weights.collector import POLICY_STATE, follow_policy
 from fusedrl.weights.sync_scheme import of_policy
@@ -36,29 +35,25 @@ class LLMCollector(_LLMCollector):
     It takes the place of torchrl's class, with its arguments, and ``isinstance`` accepts it as one.
     Each turn says to which trajectory it belongs (``("collector", "traj_ids")``) and, if versions
     are tracked, which one the policy had when it was called for it (``"policy_version"``, also in
-    ``"next"``). Batches are flat by default if there is a ``replay_buffer`` or a ``queue``. An
-    ``AsyncEnvPool`` yields each completed trajectory at once.
+    ``"next"``). Batches are flat by default if there is a ``replay_buffer`` or a ``queue``.
 
     Args:
-        weight_sync_schemes: torchrl's schemes by the names of their models, instead of a
-            ``weight_updater``.
+        weight_sync_schemes: schemes by the names of their models, instead of a ``weight_updater``.
         channel: a reader or handle of the channel from which the policy's weights come. Each turn,
             from the policy's call to the last transform of ``env``, computes with the version that
-            is newest when it begins. Before the first version it computes with the policy's own
-            weights, as version 0. A handle is opened here and closed at shutdown.
+            is newest when it begins; before the first, with the policy's own weights, as version 0.
         channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
         track_policy_version: whether to tag turns, or the :class:`PolicyVersion` that tags them. It
             is added to the environment unless it is there; an ``AsyncEnvPool`` needs none.
         max_staleness: drop a batch if its oldest turn is more than this number of versions behind
             the policy's, or the channel's; ``stale_turns`` counts the dropped turns.
-        queue: takes single turns instead of a ``replay_buffer``. If it is full, it drops the
-            oldest.
+        queue: takes single turns, instead of a ``replay_buffer``; a full one drops the oldest.
         verbose: log the figures of each batch: turns, tokens, version, staleness.
 
     Raises:
         TypeError: arguments exclude each other, or one is missing.
-        ValueError: a number is out of range, completed trajectories come from an environment that
-            has not one batch dimension, or environments of a pool have several dialogs each.
+        ValueError: a number is out of range, or the environment has not one batch dimension for
+            completed trajectories, or a pool has environments of several dialogs each.
         RuntimeError: ``async_envs`` without an ``AsyncEnvPool``.
 
     Example:
@@ -85,35 +80,27 @@ class LLMCollector(_LLMCollector):
 
     def __init__(self, env: Any, **arguments: Any) -> None:
         options = DialogOptions(env, **arguments)
-        self._stream = Stream(self)
+        self._stream, self._versions = Stream(self), Versions()
         env = options.env if isinstance(options.env, EnvBase) else options.env()
-        check_environment(env, options.async_envs, options.completed)
-        policy = options.policy if options.policy_factory is None else options.policy_factory()
         self.async_envs = isinstance(env, AsyncEnvPool)
+        self._loop = (PoolLoop if self.async_envs else TurnLoop)(env, options, self._versions)
+        policy = options.policy if options.policy_factory is None else options.policy_factory()
         self.yield_only_last_steps = bool(options.yield_only_last_steps)
-        self.yield_completed_trajectories = options.completed
-        buffer, flat = buffer_of(options.replay_buffer, options.queue), options.flatten_data
-        self.flatten_data = buffer is not None if flat is None else flat
+        self.yield_completed_trajectories, self.flatten_data = options.completed, options.flat
         self.verbose, self.max_staleness = options.verbose, options.max_staleness
-        self._versions = Versions()
+        buffer: Any = options.replay_buffer if options.queue is None else QueueBuffer(options.queue)
         with ExitStack() as undo:
             undo.callback(self._versions.leave)
-            if options.channel is not None:
-                channel, mode = options.channel, options.channel_mode
-                self._versions.follow(*follow_policy(channel, policy, mode))
+            if (channel := options.channel) is not None:
+                self._versions.follow(*follow_policy(channel, policy, options.channel_mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
-            wanted = options.dialog_turns_per_batch or 1
-            last = self.yield_only_last_steps
-            batches = batches_of(env, wanted, self.flatten_data, options.completed, last)
-            total = check_total("total_dialog_turns", options.total_dialog_turns)
-            loop = PoolLoop if self.async_envs else TurnLoop
-            self._loop = loop(env, batches, self._versions, total)
+            self._loop.env = env
             # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
             Collector.__init__(
                 self,
                 env,
                 policy,
-                frames_per_batch=wanted,
+                frames_per_batch=options.dialog_turns_per_batch or 1,
                 total_frames=options.total_dialog_turns,  # pyright: ignore[reportArgumentType]
                 replay_buffer=buffer,
                 weight_updater=options.weight_updater,
@@ -123,6 +110,7 @@ class LLMCollector(_LLMCollector):
                 trust_policy=True,
                 use_buffers=False,
                 no_cuda_sync=True,
+                traj_pool=self._loop.trajectories,
                 # That would add an InitTracker, which no language model reads, or else warn.
                 auto_register_policy_transforms=False,
             )
@@ -155,10 +143,6 @@ class LLMCollector(_LLMCollector):
     @_frames.setter
     def _frames(self, frames: int) -> None:
         self._loop.frames = frames
-
-    @property
-    def _traj_pool(self) -> Any:
-        return self._loop.trajectories
 
     @property
     def policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -203,9 +187,9 @@ class LLMCollector(_LLMCollector):
         self._require_open()
         if self._frames >= self.total_frames:
             return None
-        batch = self.rollout()
+        batch = self._collect()
         self._iter += 1
-        self._increment_frames(batch.numel())
+        self._increment_frames(0)  # they are counted; after the last, the environment is closed
         return batch
 
     def _ahead(self) -> None:
@@ -218,20 +202,23 @@ class LLMCollector(_LLMCollector):
         return batch
 
     def start(self) -> None:
-        """Fill the replay buffer from a thread, until the end or :meth:`shutdown`.
-
-        An error in the thread is logged at once and raised by the next call.
-        """
+        """Fill the buffer from a thread, whose error the next call raises, until the shutdown."""
         self._require_open()
-        self._stream.background.start(self.iterator, self.replay_buffer)
+        self._stream.start(self.iterator)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
-        return self._stream.background.is_running()
+        return self._stream.is_running()
+
+    def rollout(self) -> TensorDictBase:
+        """Run turns until there is a batch, and return it uncounted, before any postprocessing."""
+        batch = self._collect()
+        self._frames -= batch.numel()
+        return batch
 
     @torch.no_grad()
-    def rollout(self) -> TensorDictBase:
-        """Run turns until there is a batch, and return it before any postprocessing."""
+    def _collect(self) -> TensorDictBase:
+        """The next batch; Ctrl-C at any point leaves it to the next call, or it is counted."""
         self._require_open()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -241,7 +228,7 @@ class LLMCollector(_LLMCollector):
             return self._loop.batch(self.policy, self._require_open)
 
     def _require_open(self) -> None:
-        self._stream.background.check()
+        self._stream.check()
         if self.closed or self._ends:
             raise RuntimeError(SHUT_DOWN)
 
@@ -272,20 +259,17 @@ class LLMCollector(_LLMCollector):
         self._versions.count()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Update the policy's weights, as torchrl's collectors do, and count one version.
+        """Update the policy's weights between two turns, and count one version.
 
-        A turn that runs in another thread ends first, and the next one begins afterwards, unless a
-        channel brings the weights. With ``channel=`` this does nothing: the next turn takes the
-        newest version.
+        It waits for a turn that runs in another thread. With ``channel=`` it does nothing.
 
         Raises:
-            ValueError: the policy does not have such names or shapes, or ``weights_dict`` is given
-                without schemes. Nothing has changed then.
-            RuntimeError: the thread is within a turn, or the policy has no module and there is
-                neither an updater nor a scheme.
+            ValueError: the policy has no such names or shapes. Nothing has changed then.
+            RuntimeError: the thread is within a turn, or neither the policy's module, an updater
+                nor a scheme can take weights.
             TimeoutError: the turn does not end within 10 minutes.
         """
-        self._stream.background.check()
+        self._stream.check()
         if self._versions.close is not None and not args and not kwargs:
             return
         if kwargs.get("weights_dict") is not None and not self._weight_sync_schemes:
@@ -300,23 +284,17 @@ class LLMCollector(_LLMCollector):
         self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
     ) -> None:
         """As :meth:`update_policy_weights_`, also with those of the receiving schemes."""
-        named = [each for each in (policy_or_weights, weights, policy) if each is not None]
         has_schemes = receives_by_schemes(self)
-        if not named and not has_schemes:
-            return
-        with self._versions.update():
-            if has_schemes or len(named) > 1:  # the second is refused
+        named = [each for each in (policy_or_weights, weights, policy) if each is not None]
+        with self._versions.update() if named or has_schemes else nullcontext():
+            if len(named) == 1 and not has_schemes:
+                write_weights(self.policy, named[0])
+            else:
                 receive: Any = super().receive_weights
                 receive(policy_or_weights, weights=weights, policy=policy)
-            else:
-                write_weights(self.policy, named[0])
 
     def follow(self, follower: Follower) -> Callable[[bool], None]:
-        """Let each turn hold one version of what follows a channel, unless another does.
-
-        Returns:
-            A function that undoes it; its argument says whether the policy keeps its version.
-        """
+        """Let each turn hold one version of ``follower``, until the returned function is called."""
         return self._versions.follow(follower)
 
     def scoring(self) -> AbstractContextManager[Any]:
@@ -340,23 +318,15 @@ class LLMCollector(_LLMCollector):
         self._require_open()
         state = super().state_dict()
         if self._versions.follower is not None and POLICY_STATE in state:
-            # These lie in a channel's memory, which is written again.
-            state[POLICY_STATE] = map_leaves(
-                lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x,
-                self.policy.state_dict(),
-            )
+            state[POLICY_STATE] = copy.deepcopy(self.policy.state_dict())  # is written again
         return state
 
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Restore environment, policy, counts and version; dialogs start anew.
+        """Restore what :meth:`state_dict` has returned; dialogs start anew.
 
-        If weights have come from a channel, the policy keeps them and their version, unless it is
-        the channel of a scheme in the trainer's process: that publishes the restored policy, under
-        its version or a greater one.
-
-        Args:
-            state_dict: a state that :meth:`state_dict` has returned.
-            kwargs: ``strict=False`` takes a state that lacks the policy or the environment.
+        A policy keeps weights that have come from a channel, and their version, unless it is the
+        channel of a scheme in the trainer's process: that publishes the restored policy, under its
+        version or a greater one. ``strict=False`` takes a state without policy or environment.
 
         Raises:
             KeyError, TypeError, ValueError: the state does not fit. Nothing has changed then.
@@ -387,25 +357,21 @@ class LLMCollector(_LLMCollector):
 
         A rollout in another thread ends after its current turn, with a ``RuntimeError``.
 
-        Args:
-            timeout: seconds to wait for the thread, or for the current turn.
-            close_env: whether to close the environment too.
-            raise_on_error: whether to raise the errors of closing, or the error that ended the
-                thread of :meth:`start` and was not raised yet.
+        It raises what closing raises, or what ended the thread, unless ``raise_on_error=False``.
         """
-        background = self._stream.background
-        background.stop()
-        background.join(timeout)
-        if not background.is_running():
+        stream = self._stream
+        stream.stop()
+        stream.join(timeout)
+        if not stream.is_running():
             self._ends = True
             # Closed while it steps, an environment fails in ways that do not say why.
-            if self._stream.taking.acquire(timeout=-1 if timeout is None else timeout):
-                self._stream.taking.release()
+            if stream.taking.acquire(timeout=-1 if timeout is None else timeout):
+                stream.taking.release()
         try:
             super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
         finally:
             self._versions.leave()
         if raise_on_error:
-            background.check()
+            stream.check()
 
     async_shutdown: Any = BaseCollector.async_shutdown  # calls shutdown()

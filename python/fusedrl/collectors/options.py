@@ -11,7 +11,6 @@ from typing import Any, Literal, SupportsIndex
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
@@ -51,7 +50,7 @@ class DialogOptions:
         check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
         check_total("total_dialog_turns", self.total_dialog_turns)
         check_versions(self.track_policy_version, self.max_staleness)
-        check_channel(self.channel, WeightHandle, WeightReader)
+        check_channel(self.channel, self.channel_mode, WeightHandle, WeightReader)
         check_one(policy_factory=self.policy_factory, policy=self.policy)
         check_one(queue=self.queue, replay_buffer=self.replay_buffer)
         check_one(
@@ -76,30 +75,45 @@ class DialogOptions:
         """Whether batches have completed trajectories."""
         return bool(self.yield_completed_trajectories or self.yield_only_last_steps)
 
+    @property
+    def flat(self) -> bool:
+        """Whether batches have one dimension."""
+        has_buffer = self.replay_buffer is not None or self.queue is not None
+        return has_buffer if self.flatten_data is None else self.flatten_data
+
 
 # What Python says of an argument that is missing or unknown.
 DialogOptions.__init__.__qualname__ = "LLMCollector.__init__"
 
 
-def check_versions(tracker: Any, max_staleness: int | None) -> None:
-    """Check what tracks versions, and the number of versions that a batch may be behind."""
-    if not isinstance(tracker, bool | PolicyVersion):
+def check_versions(track: Any, max_staleness: Any) -> None:
+    """Check what counts versions, and the bound of their age, which is for counted ones alone."""
+    check_whole("max_staleness", max_staleness, 0)
+    if not isinstance(track, bool | PolicyVersion):
         raise TypeError(
             "track_policy_version: expected a bool or a PolicyVersion, got "
-            f"{type(tracker).__name__}; pass True"
+            f"{type(track).__name__}; pass True"
         )
-    if isinstance(tracker, PolicyVersion):
-        check_counts(tracker)
-    check_whole("max_staleness", max_staleness, 0)
-    if max_staleness is not None and tracker is False:
+    if isinstance(track, PolicyVersion):
+        check_counts(track)
+    if max_staleness is not None and track is False:
+        raise TypeError(
+            f"max_staleness: expected track_policy_version beside it, got {max_staleness} alone; "
+            "pass track_policy_version=True"
+        )
+
+
+def check_channel(channel: Any, mode: Any, *kinds: type) -> None:
+    """Check what weights come through, if they come through a channel of others, and how."""
+    if mode not in ("alias", "copy"):
         raise ValueError(
-            "max_staleness: expected versions to count back from, got track_policy_version=False; "
-            "pass True"
+            f"channel_mode: expected 'alias' or 'copy', got {mode!r}; leave it out for 'alias'"
         )
-
-
-def check_channel(channel: Any, *kinds: type) -> None:
-    """Check what weights come through, if they come through a channel of others."""
+    if channel is None and mode != "alias":
+        raise TypeError(
+            f"channel_mode: expected a channel beside it, got {mode!r} alone; leave it out, or "
+            "give the mode to the weight sync scheme"
+        )
     if channel is not None and not isinstance(channel, kinds):
         raise TypeError(
             f"channel: expected a {' or '.join(kind.__name__ for kind in kinds)}, got "
@@ -133,33 +147,8 @@ def check_total(name: str, value: Any) -> float:
     return int(total)
 
 
-def check_environment(env: Any, async_envs: bool | None, completed: bool) -> None:
-    """Raise if the environment cannot do what is asked of it."""
-    if isinstance(env, AsyncEnvPool):
-        # torchrl 0.14.1 looks up the environment of a tensordict in the flattened list of indices,
-        # in which one of several rows has several: it steps some twice and others never.
-        sizes = [tuple(size) for size in env.env_batch_sizes if size.numel() > 1]
-        if sizes:
-            raise ValueError(
-                f"env: expected a pool of environments with one dialog each, got batch_size="
-                f"{sizes[0]}; give AsyncEnvPool an environment for each dialog"
-            )
-    elif async_envs:
-        raise RuntimeError(
-            f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; leave it out"
-        )
-    elif completed and len(env.batch_size) != 1:
-        raise ValueError(
-            "yield_completed_trajectories: expected an env with batch_size=(n,) for n dialogs, "
-            f"got batch_size={tuple(env.batch_size)}; make such a one"
-        )
-
-
 def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool = True) -> None:
-    """Raise unless a collector that has its ``own`` state can load all of the one that is given.
-
-    Without ``strict`` it may lack what is the environment's and the policy's, or have more.
-    """
+    """Raise unless a collector with its ``own`` state can load the given one, or parts of it."""
     needed = {"frames", "iter", *(name for name in own if strict and name.endswith("state_dict"))}
     mine, theirs = (
         _shapes({name: state[name] for name in own if name in needed or name in given})

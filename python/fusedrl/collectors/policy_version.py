@@ -13,12 +13,11 @@ from torch import Tensor
 from torchrl.envs import AsyncEnvPool
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion as _PolicyVersion
 from torchrl.envs.llm.transforms.policy_version import VersionChange
-from torchrl.envs.transforms import Transform
 
 from fusedrl.compat.torchrl import step
 from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY
+from fusedrl.weights.collector import VERSION_KEY
 
-KEY = "policy_version"
 HISTORY = 1000  # entries that version_history keeps
 
 
@@ -35,11 +34,8 @@ class PolicyVersion(_PolicyVersion):
     policies do. A collector then has them in ``"next"`` too and tags the turn with the oldest of
     them, and :meth:`span` reads them.
 
-    Args:
-        version_type: ``"int"`` or ``int``, as torchrl writes it.
-
     Raises:
-        ValueError: ``version_type`` is another one of torchrl's.
+        ValueError: ``version_type`` is neither ``int`` nor ``"int"``.
 
     Example:
         >>> import torch
@@ -54,31 +50,21 @@ class PolicyVersion(_PolicyVersion):
     """
 
     def __init__(self, version_type: type | Literal["int"] = int) -> None:
-        Transform.__init__(self)
         if version_type not in (int, "int"):
             raise ValueError(
                 f"version_type: expected 'int', got {version_type!r}; versions are integers: tell "
                 "equal ones of two collectors apart by pairs of a collector and a version"
             )
-        self.version_type = version_type
-        self.version_history: list[VersionChange] = []
-        self.cal_on_reset = True
-        self._current_version: int | None = None
-        self.version = 0
+        super().__init__(version_type)
 
-    @property
-    def version(self) -> int:
-        """The version that the policy has now; assigning one records the change.
+    def _increment_version(self, init: bool = False) -> None:
+        # torchrl's adds to the history what the setter has added.
+        current: Any = self._current_version
+        self.version = 0 if init else current + 1
 
-        Raises:
-            TypeError: something else than an integer is assigned.
-            ValueError: a negative integer is assigned, as -1 stands for no version.
-        """
-        assert self._current_version is not None
-        return self._current_version
-
-    @version.setter
+    @_PolicyVersion.version.setter
     def version(self, value: int) -> None:
+        """Assigning a version records the change: an integer, 0 or more, as -1 is none."""
         if isinstance(value, bool):
             raise TypeError(f"version: expected an integer, got {value}; count from 0")
         new = operator.index(value)
@@ -88,19 +74,8 @@ class PolicyVersion(_PolicyVersion):
         del self.version_history[:-HISTORY]
         self._current_version = new
 
-    def increment_version(self) -> None:
-        """Go to the next integer."""
-        self.version += 1
-
     def span(self, batch: TensorDictBase) -> tuple[int, int]:
-        """The oldest and the newest version that made a part of a batch of turns.
-
-        Args:
-            batch: turns as a collector returns them, of any shape.
-
-        Raises:
-            ValueError: the batch has no versions.
-        """
+        """The oldest and the newest version in a batch; ``ValueError`` if it has none."""
         versions = versions_in(batch)
         return min(versions), max(versions)
 
@@ -110,17 +85,13 @@ class PolicyVersion(_PolicyVersion):
 
 
 def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
-    """An environment with the tracker that is asked for, and the tracker; a pool needs none.
-
-    Raises:
-        ValueError: the tracker is in another environment.
-    """
+    """An environment with the tracker that is asked for, and the tracker; a pool needs none."""
     tracker = PolicyVersion() if track is True else track or None
     if tracker is None or isinstance(env, AsyncEnvPool):
         return env, tracker
     if tracker.container is None:
         env = env.append_transform(tracker)
-    if KEY not in list(env.observation_spec):
+    if VERSION_KEY not in list(env.observation_spec):
         raise ValueError(
             "track_policy_version: expected a tracker that is in env or in none, got one of "
             "another environment; make a PolicyVersion for each"
@@ -131,9 +102,7 @@ def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
 def stamp_turn(turn: TensorDictBase, version: int) -> None:
     """Write the version of a turn into it and its ``"next"``, or the oldest version of its tokens.
 
-    Args:
-        turn: is changed in place. If its policy reported versions of tokens, ``"next"`` gets them.
-        version: that the policy had when it was called for the turn.
+    If the policy reported versions of tokens, ``"next"`` gets them.
     """
     if isinstance(turn, LazyStackedTensorDict):
         for part in turn.tensordicts:
@@ -150,21 +119,20 @@ def stamp_turn(turn: TensorDictBase, version: int) -> None:
             none = torch.iinfo(torch.int64).max
             oldest = rows.masked_fill(rows < 0, none).amin(-1)
             versions = torch.where(oldest == none, versions, oldest)
-    turn.set(KEY, versions)
-    following.set(KEY, versions.clone())
+    turn.set(VERSION_KEY, versions)
+    following.set(VERSION_KEY, versions.clone())
 
 
 def mark_padding(batch: TensorDictBase) -> TensorDictBase:
     """Give what fills up short trajectories the version -1, none, where torchrl gives it 0.
 
-    Args:
-        batch: is changed in place, if it has a ``("collector", "mask")``.
+    The batch is changed in place, if it has a ``("collector", "mask")``.
     """
     mask = batch.get(("collector", "mask"), None)
     if mask is None:
         return batch
     for part in (batch, batch.get("next")):
-        for key in (KEY, TOKENS_KEY):
+        for key in (VERSION_KEY, TOKENS_KEY):
             versions = part.get(key, None)
             if isinstance(versions, Tensor):
                 filled = ~expand_as_right(mask, versions)
@@ -175,12 +143,12 @@ def mark_padding(batch: TensorDictBase) -> TensorDictBase:
 def versions_in(batch: TensorDictBase) -> set[int]:
     """All versions in a batch: those of the tokens if there are any, else those of the turns."""
     flat: Any = batch.reshape(-1)
-    for key in (TOKENS_KEY, KEY):
+    for key in (TOKENS_KEY, VERSION_KEY):
         for part in (flat.get("next", flat), flat):
-            rows = part.get(key, as_list=True)
-            rows = () if rows is None else rows
+            rows = part.get(key, (), as_list=True)
             if versions := {n for row in rows for n in row.flatten().tolist()} - {PADDING}:
                 return versions
     raise ValueError(
-        f"batch: expected an entry {KEY!r}, got none; collect with track_policy_version=True"
+        "batch: expected an entry 'policy_version', got none; collect with "
+        "track_policy_version=True"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -11,37 +12,16 @@ from tensordict import TensorDictBase
 from fusedrl.collectors.policy_version import versions_in
 from fusedrl.compat.torchrl import frames_of
 
-logger = logging.getLogger("fusedrl")
-
-RESPONSES = (("tokens", "response"), "tokens_response")
 MASK = ("masks", "all_attention_mask")
 
 
 def log_batch(collector: Any, batch: TensorDictBase) -> None:
     """Log how many turns a collector has run, and the figures of a batch."""
     figures = turn_metrics(batch, collector.policy_version, prefix="")
-    figures = {"turns": frames_of(collector)} | figures
     del figures["count"]
+    figures = {"turns": frames_of(collector)} | figures
     said = ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
-    logger.info("%s: %s", collector.__class__.__name__, said)
-
-
-def response_tokens(batch: TensorDictBase) -> int | None:
-    """The number of tokens in the responses of a batch; ``None`` if it has no responses.
-
-    Padding is not counted if the policy reports its attention mask.
-    """
-    flat: Any = batch.reshape(-1)
-    for key in RESPONSES:
-        responses = flat.get(key, as_list=True)
-        if responses is None:
-            continue
-        masks = flat.get(MASK, as_list=True)
-        if masks is None or key != RESPONSES[0]:
-            return sum(response.numel() for response in responses)
-        pairs = zip(responses, masks, strict=True)
-        return sum(int(mask[..., mask.shape[-1] - r.shape[-1] :].sum()) for r, mask in pairs)
-    return None
+    logging.getLogger("fusedrl").info("%s: %s", collector.__class__.__name__, said)
 
 
 def turn_metrics(
@@ -58,11 +38,9 @@ def turn_metrics(
         prefix: what every name begins with.
 
     Returns:
-        ``count`` of the turns, ``tokens`` of their responses, the mean ``reward``, and with
-        ``newest`` the oldest ``version`` and its ``staleness``; without those that the batch lacks.
-
-    Raises:
-        ValueError: ``newest`` is given, and the batch has no versions.
+        ``count`` of the turns, ``tokens`` of their responses, the mean ``reward``, without those
+        that the batch lacks, and with ``newest`` the oldest ``version`` and its ``staleness``, or a
+        ``ValueError`` if it has no versions.
 
     Example:
         >>> import torch
@@ -77,14 +55,18 @@ def turn_metrics(
         return {f"{prefix}count": 0.0}
     flat: Any = batch.reshape(-1)
     figures: dict[str, float] = {"count": flat.shape[0]}
-    tokens = response_tokens(flat)
-    if tokens is not None:
-        figures["tokens"] = tokens
+    responses, masks = flat.get(("tokens", "response"), as_list=True), flat.get(MASK, as_list=True)
+    if responses is None:
+        responses, masks = flat.get("tokens_response", as_list=True), None
+    if responses is not None:
+        tokens = (  # a mask counts no padding
+            r.numel() if mask is None else int(mask[..., mask.shape[-1] - r.shape[-1] :].sum())
+            for r, mask in zip(responses, masks or repeat(None), strict=False)
+        )
+        figures["tokens"] = sum(tokens)
     rewards = flat.get("next", flat).get("reward", as_list=True)
     if rewards is not None:
-        figures["reward"] = (
-            torch.cat([reward.flatten() for reward in rewards]).float().mean().item()
-        )
+        figures["reward"] = torch.cat([*map(torch.flatten, rewards)]).float().mean().item()
     if newest is not None:
         oldest = min(versions_in(flat))
         figures |= {"version": oldest, "staleness": newest - oldest}

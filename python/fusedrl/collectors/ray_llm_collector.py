@@ -33,10 +33,10 @@ class DialogActor(LLMCollector):
         self._versions.patience = 1e9  # a batch may take hours
         torch.manual_seed(seed)  # all processes start with the same; a factory may have set one
 
-    def rollout(self) -> TensorDictBase:
+    def _collect(self) -> TensorDictBase:
         """As for :class:`LLMCollector`; an update waits for the end of the batch."""
         with self._versions.call():
-            return super().rollout()
+            return super()._collect()
 
     def collect(self) -> tuple[Serialized | None, ...]:
         """One batch, ``None`` if a replay buffer has it; no batch if all turns have run."""

@@ -22,31 +22,27 @@ SHUT_DOWN = "collector: expected one that runs, got one that was shut down; make
 class Stream:
     """The batches of a collector, each of which one of the threads that iterate gets.
 
-    Ctrl-C may lose the batch that it meets, which is counted by then.
+    Or a thread of the stream takes them all, for the buffer. Ctrl-C may lose the batch that it
+    meets, which is counted by then.
 
-    Args:
-        collector: is not kept alive. Its ``_arrive()`` waits for a batch, counts it and returns it,
-            or ``None`` at the end; ``_ahead()`` lets the next one begin; ``_postproc(batch)`` is
-            torchrl's.
-
-    Attributes:
-        background: a thread that may take the batches.
-        taking: a lock that is held while a batch is taken.
-        storing: a lock that is held while a batch goes into the buffer.
-        dropped: frames that were too old.
+    The collector is not kept alive. Its ``_arrive()`` waits for a batch, counts it and returns it,
+    or ``None`` at the end; ``_ahead()`` lets the next one begin; ``_postproc(batch)`` is torchrl's.
     """
 
     def __init__(self, collector: Any) -> None:
         self._collector: Any = weakref.proxy(collector)
-        self.background = Background()
+        # Held while a batch is taken, and while one goes into the buffer.
         self.taking, self.storing = threading.RLock(), threading.Lock()
-        self.dropped = 0
+        self.dropped = 0  # frames that were too old
+        self._thread: Any = None
+        self._error: BaseException | None = None  # what ended the thread
+        self._stopping = False
 
     def take(self) -> list[Any]:
         """The next batch that is not too old, ``None`` if the buffer has it; nothing at the end."""
         collector = self._collector
-        self.background.check()
-        if self.background.is_running() and not self.background.is_current():
+        self.check()
+        if self.is_running() and self._thread is not threading.current_thread():
             raise RuntimeError(
                 "collector: expected to be iterated or start()ed, got both; read the replay buffer"
             )
@@ -79,13 +75,50 @@ class Stream:
         )
         return True
 
+    def start(self, batches: Callable[[], Iterator[Any]]) -> None:
+        """Take what ``batches()`` yields in a thread, until the end or :meth:`stop`."""
+        if self._collector.replay_buffer is None:
+            raise RuntimeError(
+                "replay_buffer: expected one for start(), got None; pass it when the collector is "
+                "made, or iterate"
+            )
+        if not self.is_running():
+            options: Any = {"args": (batches,), "daemon": True, "name": "fusedrl-fill"}
+            self._thread = threading.Thread(target=self._take_all, **options)
+            self._thread.start()
+
+    def _take_all(self, batches: Callable[[], Iterator[Any]]) -> None:
+        try:
+            for _ in batches():
+                if self._stopping:
+                    return
+        except BaseException as error:
+            if not self._stopping:  # otherwise it is that of a collector that ends
+                logging.getLogger("fusedrl").exception("collecting in the background failed")
+                self._error = error
+
+    def is_running(self) -> bool:
+        """Whether the thread is taking batches."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise the error that ended the thread, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        """Let the thread take no further batch."""
+        self._stopping = True
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the thread, unless this is called in it."""
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(timeout)
+
 
 class Batches:
-    """An iterator that goes on after an exception, where a generator would have ended in silence.
-
-    Args:
-        begin: makes the generator of the batches, anew after an exception.
-    """
+    """What the generator yields that ``begin`` makes, anew after an exception, which ends it."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
@@ -98,10 +131,9 @@ class Batches:
     def __next__(self) -> Any:
         """The next batch, or the reason why there is none."""
         batches, self._batches = self._batches or self._begin(), None
-        for batch in batches:
-            self._batches = batches
-            return batch
-        raise StopIteration
+        batch = next(batches)
+        self._batches = batches
+        return batch
 
     def close(self) -> None:
         """End the generator, as ``contextlib.closing`` does; the next batch begins another one."""
@@ -121,57 +153,3 @@ def finished(batch: Any, postproc: Callable[[Any], Any] | None) -> Any:
     paths = [key if isinstance(key, tuple) else (key,) for key in row.keys(True)]
     private = [path for path in paths if any(part.startswith("_") for part in path)]
     return batch.exclude(*private, inplace=True) if private else batch
-
-
-class Background:
-    """A thread that takes a collector's batches, each of which goes into the buffer."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._stopping = False
-
-    def start(self, batches: Callable[[], Iterator[Any]], buffer: Any) -> None:
-        """Take what ``batches()`` yields, until the end or :meth:`stop`; one thread at a time."""
-        if buffer is None:
-            raise RuntimeError(
-                "replay_buffer: expected one for start(), got None; pass it when the collector is "
-                "made, or iterate"
-            )
-        if not self.is_running():
-            options: Any = {"args": (batches,), "daemon": True, "name": "fusedrl-fill"}
-            self._thread = threading.Thread(target=self._take, **options)
-            self._thread.start()
-
-    def _take(self, batches: Callable[[], Iterator[Any]]) -> None:
-        try:
-            for _ in batches():
-                if self._stopping:
-                    return
-        except BaseException as error:
-            if not self._stopping:  # otherwise it is that of a collector that ends
-                logging.getLogger("fusedrl").exception("collecting in the background failed")
-                self._error = error
-
-    def is_running(self) -> bool:
-        """Whether the thread is taking batches."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def is_current(self) -> bool:
-        """Whether this is called in the thread."""
-        return self._thread is threading.current_thread()
-
-    def check(self) -> None:
-        """Raise the error that ended the thread, once."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def stop(self) -> None:
-        """Take no further batch."""
-        self._stopping = True
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the thread, unless this is called in it."""
-        if self._thread is not None and not self.is_current():
-            self._thread.join(timeout)

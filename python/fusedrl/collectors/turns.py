@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from fusedrl.collectors.batches import DialogBatches, TurnBatches
-from fusedrl.collectors.options import Policy
+from fusedrl.collectors.options import DialogOptions, Policy
 from fusedrl.collectors.policy_version import stamp_turn
 from fusedrl.collectors.versions import Versions
 from fusedrl.compat.tensordict import copy_of, get_entry
@@ -25,39 +25,49 @@ class TurnLoop:
 
     From the policy's call to the last transform of the environment, a turn computes with one
     version of the weights, which it is tagged with.
-
-    Args:
-        env: the environment, which steps all dialogs at a time.
-        batches: the queue in which turns wait for a batch.
-        versions: the versions of the policy's weights.
-        total: number of turns to run in all.
-
-    Attributes:
-        frames: turns so far; those of a batch are added when it is counted.
-        trajectories: numbers them, and gives no number twice.
     """
 
-    def __init__(
-        self,
-        env: Any,
-        batches: TurnBatches | DialogBatches,
-        versions: Versions,
-        total: float,
-    ) -> None:
-        self._env, self._batches, self._versions = env, batches, versions
-        self._total = total
-        self.frames = 0
+    at_once = False  # whether each dialog that ends is a batch
+
+    def __init__(self, env: Any, options: DialogOptions, versions: Versions) -> None:
+        self._check(env, options)
+        self.env, self._versions = env, versions  # transforms may be added to the environment
+        rows = env.batch_size.numel()
+        wanted = -(-(options.dialog_turns_per_batch or 1) // rows) * rows  # whole steps
+        last = bool(options.yield_only_last_steps)
+        self._batches: TurnBatches | DialogBatches = (
+            DialogBatches(rows, 1 if self.at_once else wanted, last)
+            if options.completed
+            else TurnBatches(rows, wanted, options.flat)
+        )
         self.trajectories = trajectory_numbers()
-        self._ids = torch.empty(0)  # of the trajectory of each dialog, in the environment's shape
+        self._ids = torch.empty(0)  # of the trajectory of each dialog
+        self._ran = 0  # turns
         self._carried: Any = None  # the policy's next input; None before a reset
 
-    def batch(self, policy: Policy, check: Callable[[], None]) -> TensorDictBase:
-        """Run turns until there is a batch.
+    def _check(self, env: Any, options: DialogOptions) -> None:
+        """Raise if the environment cannot do what is asked of it."""
+        if options.async_envs:
+            raise RuntimeError(
+                f"async_envs: expected an AsyncEnvPool as env, got {type(env).__name__}; drop it"
+            )
+        if options.completed and len(env.batch_size) != 1:
+            raise ValueError(
+                "yield_completed_trajectories: expected an env with batch_size=(n,) for n dialogs, "
+                f"got batch_size={tuple(env.batch_size)}; make such a one"
+            )
 
-        Args:
-            policy: answers the dialogs.
-            check: is called before each turn, and raises if there shall be none.
-        """
+    @property
+    def frames(self) -> int:
+        """Turns that ran, but for those that a later batch has: taking a batch counts it."""
+        return self._ran - self._batches.pending
+
+    @frames.setter
+    def frames(self, frames: int) -> None:
+        self._ran = frames + self._batches.pending
+
+    def batch(self, policy: Policy, check: Callable[[], None]) -> TensorDictBase:
+        """Run turns until there is a batch; ``check`` raises before a turn that shall not be."""
         while (batch := self._batches.take()) is None:
             check()
             self._turn(policy)
@@ -66,72 +76,58 @@ class TurnLoop:
     def _turn(self, policy: Policy) -> None:
         if self._carried is None:
             self.restart()
-            self._carried = self._begin()
+            self._begin(self.env.reset())
         with self._versions.call() as version:
-            answers = call_by_length(policy, self._carried)
+            carried: Any = self._carried
+            answers = call_by_length(policy, carried)
             self._carried = None  # a step that is broken off ends its dialogs
-            turn, carried = self._env.step_and_maybe_reset(answers)
-        over = ended(turn)
-        ends = over.flatten().tolist()
+            turn, carried = self.env.step_and_maybe_reset(answers)
+        ends = ended(turn)
         if self._batches.only_last and True not in ends:
             turn = None
         else:
             turn = self._own(turn, version, self._ids)
-        self.frames += self._batches.add(turn, ends, range(len(ends)))
-        self._renew(over)
+        self._keep(turn, ends, range(len(ends)))
         self._carried = carried
 
-    def _begin(self) -> Any:
-        """Reset the environment; the policy's first input."""
-        carried, shape = self._env.reset(), self._env.batch_size
-        self._ids = self.trajectories.get_traj_and_increment(
-            shape.numel(), device=self._env.device
-        ).reshape(shape)
-        return carried
-
-    def _renew(self, over: Tensor, rows: Any = ...) -> None:
-        """Begin a new trajectory where one is over, in some rows of the environment."""
-        if count := int(over.sum()):
-            fresh = self.trajectories.get_traj_and_increment(count, device=self._ids.device)
-            self._ids[rows] = self._ids[rows].masked_scatter(over, fresh)
+    def _begin(self, carried: Any) -> None:
+        """Begin dialogs with what a reset has returned, the policy's first input."""
+        count, device = self.env.batch_size.numel(), self.env.device
+        self._ids = self.trajectories.get_traj_and_increment(count, device=device)
+        self._carried = carried
 
     def _own(self, turn: TensorDictBase, version: int | None, ids: Tensor) -> TensorDictBase:
         """A copy of a turn, as policy and environment may write into theirs, with its tags."""
         turn = copy_of(turn)
         if version is not None:
             stamp_turn(turn, version)
-        return turn.set(IDS, ids.clone())
+        return turn.set(IDS, ids.reshape(turn.batch_size).clone())
+
+    def _keep(self, turn: Any, ends: list[bool], indices: Iterable[int]) -> None:
+        """Keep the turn of some dialogs for a batch; those that it ends are followed by others."""
+        self._ran += len(ends)
+        self._batches.add(turn, ends, indices)
+        if over := [index for index, is_last in zip(indices, ends, strict=True) if is_last]:
+            device = self._ids.device
+            self._ids[over] = self.trajectories.get_traj_and_increment(len(over), device=device)
 
     def restart(self, finished: bool = False) -> None:
-        """End running dialogs; their turns count, but are in no batch.
-
-        Args:
-            finished: whether to forget finished dialogs, too.
-        """
+        """End running dialogs, and forget ``finished`` ones if asked; their turns are counted."""
         self._carried = None
-        self.frames += self._batches.forget(finished)
+        self._batches.forget(finished)
 
 
-def ended(turn: TensorDictBase) -> Tensor:
-    """Whether the turn is the last of each dialog, in the shape of the batch."""
+def ended(turn: TensorDictBase) -> list[bool]:
+    """Whether the turn is the last of each dialog."""
     done: Any = turn.get(("next", "done"))
-    if done.numel() == turn.numel():
-        return done.reshape(turn.batch_size)
-    return done.reshape(*turn.batch_size, -1).any(-1)
+    return done.reshape(turn.numel(), -1).any(-1).tolist()
 
 
 def call_by_length(policy: Policy, dialogs: TensorDictBase) -> TensorDictBase:
     """Call a policy once for each length that the histories of dialogs have.
 
-    torchrl 0.14.1's wrappers of language models raise for histories of several lengths.
-
-    Args:
-        policy: a policy that returns as many rows as it gets.
-        dialogs: the dialogs. They take a single call if they have no histories, or if all histories
-            have the same length.
-
-    Returns:
-        The answers, in the order of the dialogs.
+    torchrl 0.14.1's wrappers of language models raise for histories of several lengths. A policy
+    returns as many rows as it gets.
     """
     if (
         # A tensordict of stacked tensors cannot hold several lengths.

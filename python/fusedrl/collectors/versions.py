@@ -33,21 +33,17 @@ class Versions:
     somebody writes them into the policy, and each update is counted: turns and updates of different
     threads then exclude each other, and nobody who waits is overtaken by more than one of them.
 
-    Attributes:
-        tracker: the transform that tags what the environment returns, if versions are tracked.
-        follower: what switches the policy's weights, if they come through a channel.
-        close: ends that, if the channel is the collector's own, beside which no weights come.
-        settle: waits, for a number of seconds at most, until environments that step beside the
-            turns no longer compute with the policy; returns whether they have ended.
-        patience: seconds that an update waits for turns, and a turn for an update.
+    ``settle`` waits, for so many seconds at most, until environments that step beside the turns no
+    longer compute with the policy; it returns whether they have ended.
     """
 
     def __init__(self) -> None:
-        self.tracker: Any = None
+        self.tracker: Any = None  # tags what the environment returns, if versions are tracked
         self.follower: Follower | None = None
+        # Ends that, if the channel is the collector's own, beside which no weights come.
+        self.close: Callable[[], None] | None = None
         self.settle: Callable[[float], bool] = lambda seconds: True
         self.patience = WAIT_S
-        self.close: Callable[[], None] | None = None
         self._block: Callable[[], _Block | None] = lambda: None  # a reference to the one that runs
         # Whoever waits for its end has the first place, so that nobody who comes later overtakes.
         self._first_place = threading.Lock()
@@ -56,10 +52,7 @@ class Versions:
     def follow(
         self, follower: Follower, close: Callable[[], None] | None = None
     ) -> Callable[[bool], None]:
-        """Let a follower of a channel bring the policy's weights; returns :meth:`leave`.
-
-        If the channel is the collector's own, ``close`` ends that.
-        """
+        """Let a follower of a channel bring the policy's weights; returns :meth:`leave`."""
         if self.follower is not None:
             raise ValueError(
                 "weight_sync_schemes: expected one for the policy, got another for a part of it, "
@@ -69,11 +62,9 @@ class Versions:
         return self.leave
 
     def leave(self, keeps: bool = True) -> None:
-        """Stop following a channel.
+        """Stop following a channel. The policy keeps the version that it had last.
 
-        Args:
-            keeps: whether the policy keeps the version that it had last. Otherwise it gets back the
-                trainer's own weights, under a number that no published ones have.
+        Or it gets the trainer's own weights, under a number that no published ones have.
         """
         if self.follower is not None and not keeps and self.tracker is not None:
             self.tracker.version = (self.follower.reader.version or 0) + 1
@@ -87,18 +78,13 @@ class Versions:
         A block within another of the same thread is a part of it. It is given the version's number,
         ``None`` if versions are not tracked.
         """
-        if self.follower is None:
-            call = Held(None, self._begin(updates=False))
-        else:
-            call = self.follower.call()
-        version = call.value
-        if self.tracker is None:
-            version = None
-        elif version is None:
-            version = self.tracker.version
-        elif version != self.tracker.version:
-            self.tracker.version = version
-        return Held(version, call)
+        follower, tracker = self.follower, self.tracker
+        call = Held(None, self._begin(updates=False)) if follower is None else follower.call()
+        if tracker is None:
+            return Held(None, call)
+        if call.value not in (None, tracker.version):
+            tracker.version = call.value
+        return Held(tracker.version if call.value is None else call.value, call)
 
     @contextmanager
     def update(self, numbered: bool = False) -> Iterator[None]:
@@ -123,11 +109,10 @@ class Versions:
         if self.tracker is None or self.follower is not None:
             return
         with self._counting:
-            block = self._own_block()
-            if block is None or not block.counted:
+            block = self._own_block() or _Block(updates=False)
+            if not block.counted:
                 self.tracker.increment_version()
-            if block is not None and block.updates:
-                block.counted = True
+            block.counted = block.updates
 
     @property
     def newest(self) -> int | None:
@@ -162,13 +147,10 @@ class Versions:
                     time.sleep(POLL_S)
         if block is None or (updates and not self.settle(self.patience)):
             block = None  # which the traceback would keep
-            what = (
-                "weights: expected the end of the turn that computes with the former ones"
-                if updates
-                else "turn: expected the end of an update of the policy's weights"
-            )
+            update = "turn: expected the end of an update of the policy's weights"
+            turn = "weights: expected the end of the turn that computes with the former ones"
             raise TimeoutError(
-                f"{what} within {self.patience:.0f} s, got none; pass channel=, where turns and "
-                "updates do not wait for each other"
+                f"{turn if updates else update} within {self.patience:.0f} s, got none; pass "
+                "channel=, where turns and updates do not wait for each other"
             )
         return block

@@ -100,6 +100,15 @@ def env_indices(pool: Any, carried: Any) -> list[int]:
     return [_first(index) for index in (indices if isinstance(indices, list) else [indices])]
 
 
+def begin_resets(pool: Any) -> None:
+    """Let all environments of a pool begin to reset; its own ``reset`` waits for their end."""
+    from tensordict import NonTensorData, TensorDict, lazy_stack
+
+    sizes = enumerate(pool.env_batch_sizes)
+    indices = [TensorDict({pool._env_idx_key: NonTensorData(n, s)}, s) for n, s in sizes]
+    pool.async_reset_send(lazy_stack(indices))
+
+
 def _first(nested: Any) -> Any:
     while isinstance(nested, list):
         nested = nested[0]

@@ -132,15 +132,14 @@ class AsyncCollector(_AsyncCollector):
         dialogs = _check_names(kind, given)
         per_batch = "dialog_turns_per_batch" if dialogs else "frames_per_batch"
         in_all = "total_dialog_turns" if dialogs else "total_frames"
+        endless = None if total_frames == -1 else total_frames
+        check_one(**{"frames_per_batch": frames_per_batch, per_batch: given.get(per_batch)})
+        check_one(**{"total_frames": endless, in_all: given.get(in_all)})
         frames, total = given.pop(per_batch, frames_per_batch), given.pop(in_all, total_frames)
-        if frames_per_batch not in (None, frames):
-            raise TypeError(f"{per_batch}: expected one name for this size, got two; drop one")
-        if total_frames not in (-1, total):
-            raise TypeError(f"{in_all}: expected one name for this size, got two; drop one")
         check_whole(per_batch, frames, 1, optional=dialogs)
         check_whole("prefetch", prefetch, 0, optional=False)
         check_versions(track_policy_version, max_staleness)
-        check_channel(channel, WeightHandle)
+        check_channel(channel, given.get("channel_mode", "alias"), WeightHandle)
         check_one(
             weight_updater=weight_updater, weight_sync_schemes=weight_sync_schemes, channel=channel
         )
@@ -165,7 +164,7 @@ class AsyncCollector(_AsyncCollector):
         make = partial(kind, create_env_fn, **given)
         make = partial(worker.make_collector, make, policy_factory or (lambda: policy), channel)
         self._stream = Stream(self)
-        self._thread = self._stream.background
+        self._thread = self._stream
         # Re-entrant: the handler of a signal may call shutdown() while it is running.
         self._ending = threading.RLock()
         self._weight_sync_schemes = weight_sync_schemes or {}
@@ -278,7 +277,7 @@ class AsyncCollector(_AsyncCollector):
         self._thread.check()
         self._worker.check()
         iterate = self._iter_by_trajectories if self.trajs_per_batch else self.iterator
-        self._thread.start(iterate, self.replay_buffer)
+        self._thread.start(iterate)
 
     def is_running(self) -> bool:
         """Whether :meth:`start` was called and its thread still fills the buffer."""
