@@ -11,14 +11,14 @@ from pathlib import Path
 from pyarrow import parquet
 
 from fusedrl.demo import CHATS, make_reference
-from fusedrl.scoring import Settings, score_chats
+from fusedrl.scoring import score_chats
 
 with tempfile.TemporaryDirectory() as folder:
     policy, reference, out = (Path(folder) / name for name in ("policy", "reference", "out"))
     # Any two chat models that share a tokenizer do.
     make_reference(reference, steps=20)
     make_reference(policy, steps=25)
-    summary = score_chats(CHATS, str(policy), str(reference), out, Settings(estimator="k3"))
+    summary = score_chats(CHATS, str(policy), str(reference), out)
     print(f"{len(summary.rows)} chats, mean KL {summary.mean('kl_mean'):.3f} nats a token")
 
     tokens = parquet.read_table(out / "tokens.parquet")

@@ -110,9 +110,9 @@ def test_cells_and_data_say_what_the_tables_say(page_path):
         own = [t for t in tokens if t["chat"] == shown["chat"]]
         cells = [cell for message in shown["messages"] for cell in message["cells"] or []]
         assert sum(cell["tokens"] for cell in cells) == len(own)
-        for estimator in ("k1", "k3"):
-            total = sum(cell["values"][estimator] for cell in cells)
-            assert total == pytest.approx(sum(t[f"kl_{estimator}"] for t in own), abs=1e-3)
+        for key, column in (("exact", "kl"), ("k1", "kl_k1"), ("k3", "kl_k3")):
+            total = sum(cell["values"][key] for cell in cells)
+            assert total == pytest.approx(sum(t[column] for t in own), abs=1e-3)
 
 
 def test_chat_text_is_escaped(page_path):
@@ -145,16 +145,17 @@ def test_values_that_are_not_finite_are_shown(tmp_path):
         values,
         values,
         values,
-        {"k1": values, "k3": values},
+        values,
+        {"exact": values, "k1": values, "k3": values},
     )
-    made = report.HtmlReport({"policy": "p", "reference": "r"}, "k3", 5)
-    row = chat_row(scored, "k3")
+    made = report.HtmlReport({"policy": "p", "reference": "r"}, 5)
+    row = chat_row(scored)
     made.add(row, scored)
     made.write(tmp_path / "report.html", [row], [])
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.cells == ["a", " b"]
     cells = page.data["chats"][0]["messages"][0]["cells"]
-    assert [cell["values"]["k3"] for cell in cells] == [None, None]
+    assert [cell["values"]["exact"] for cell in cells] == [None, None]
 
 
 @pytest.mark.slow

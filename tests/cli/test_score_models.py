@@ -13,6 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BertConfig,
     BertLMHeadModel,
     Qwen2ForSequenceClassification,
@@ -141,18 +143,34 @@ def test_a_folder_that_is_not_there_is_named(write_chats, score, capsys, role, n
 
 
 def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):
-    real = batch_scores.causal_log_probs
+    real = batch_scores.causal_scores
 
-    def no_memory(model, tokens, lengths, *args, **options):
+    def no_memory(policy, reference, tokens, lengths, *args, **options):
         if max(lengths) > 100:
             raise torch.OutOfMemoryError("tried to allocate too much")
-        return real(model, tokens, lengths, *args, **options)
+        return real(policy, reference, tokens, lengths, *args, **options)
 
-    monkeypatch.setattr(batch_scores, "causal_log_probs", no_memory)
+    monkeypatch.setattr(batch_scores, "causal_scores", no_memory)
     path = write_chats(GOOD, chat("Hi", "long " * 100), GOOD)
     summary = score_chats(path, models.policy, models.reference, tmp_path / "out")
     assert [row["chat"] for row in summary.rows] == [1, 3]
     assert "tried to allocate too much" in str(summary.skipped[0])
+
+
+def test_vocabularies_that_differ_in_padding_alone_are_compared_over_the_tokens(
+    models, write_chats, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained(models.policy)
+    model.resize_token_embeddings(len(model.get_input_embeddings().weight) + 5, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[-5:] = 9.0  # of classes that are no tokens
+    for padded in (model, AutoModelForCausalLM.from_pretrained(models.policy)):
+        padded.save_pretrained(tmp_path / "padded")
+        AutoTokenizer.from_pretrained(models.policy).save_pretrained(tmp_path / "padded")
+        summary = score_chats(
+            write_chats(GOOD), str(tmp_path / "padded"), models.policy, tmp_path / "out"
+        )
+        assert summary.mean("kl_mean") == pytest.approx(0, abs=1e-6)
 
 
 def test_a_tokenizer_without_chat_template_needs_one(folder, write_chats, score, refused, tmp_path):

@@ -17,8 +17,7 @@ from fusedrl.demo.report import add_training, parts_of
 from fusedrl.examples.grpo import train  # pyright: ignore[reportMissingImports]
 from fusedrl.scoring.errors import printable, reason
 
-# The last ones, whose policy was almost that which is scored: estimates of the KL are for tokens
-# that the policy has sampled.
+# The last ones, which are what the policy says by then.
 BATCHES_SCORED = 6
 
 EXAMPLES = """\
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"demo: out: cannot write {where}: {reason(error)}", file=sys.stderr)
         return 2
     clock.append(time.perf_counter())
-    code = score_and_print(answers, str(policy), str(reference), args.out, {"estimator": "k1"})
+    code = score_and_print(answers, str(policy), str(reference), args.out, {})
     if code == 0:
         seconds = {"making the reference": clock[1] - clock[0], **parts_of(batches)}
         seconds["scoring"] = time.perf_counter() - clock[2]

@@ -32,7 +32,7 @@ examples:
   # drift/report.html, drift/chats.parquet and drift/tokens.parquet
   fusedrl score chats.jsonl --policy demo-out/models/policy \\
     --reference demo-out/models/reference --out drift
-  # another estimator, and an end at the first chat that cannot be scored
+  # an estimate for answers that the policy sampled; an end at the first chat that cannot be scored
   fusedrl score chats.jsonl --policy demo-out/models/policy \\
     --reference demo-out/models/reference --out drift --estimator k1 --strict
 
@@ -61,8 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--estimator",
         choices=ESTIMATORS,
-        default=defaults.estimator,
-        help="KL estimator of the column 'kl' and of the report (default: %(default)s)",
+        help="estimate the KL from each token's log-probs alone, for answers that the policy "
+        "sampled (default: the exact KL of the two distributions, for any text)",
+    )
+    parser.add_argument(
+        "--forward-kl",
+        action="store_true",
+        help="also compute the exact KL of the reference from the policy",
     )
     parser.add_argument(
         "--temperature",
@@ -187,9 +192,7 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
     for line in (
         f"{_count(len(summary.rows), 'chat')} scored, {len(summary.skipped)} skipped{left_out}, "
         f"{_count(tokens, 'token')}",
-        f"mean KL {summary.mean('kl_mean'):.4f} nats a token ({settings.estimator}; "
-        f"k1 {summary.mean('kl_k1_mean'):.4f}, k3 {summary.mean('kl_k3_mean'):.4f}), "
-        f"mean entropy {summary.mean('entropy_mean'):.3f} nats",
+        _means(summary, settings),
         *_answer_lines(summary),
         *_mismatch_line(summary, settings.rollout_bound),
         *_report_line(summary, settings),
@@ -202,6 +205,16 @@ def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _means(summary: Summary, settings: Settings) -> str:
+    said = f"mean KL {summary.mean('kl_mean'):.4f} nats a token"
+    if settings.estimator:
+        said += f" ({settings.estimator}, an estimate for tokens that the policy sampled)"
+    if settings.forward_kl:
+        said += f", of the reference from the policy {summary.mean('kl_forward_mean'):.4f}"
+    entropies = [summary.mean(name) for name in ("entropy_mean", "reference_entropy_mean")]
+    return f"{said}, mean entropy {entropies[0]:.3f} nats (reference {entropies[1]:.3f})"
 
 
 def _answer_lines(summary: Summary) -> Iterator[str]:

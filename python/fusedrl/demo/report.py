@@ -47,21 +47,24 @@ def add_training(page: Path, batches: Sequence[dict[str, Any]], seconds: dict[st
 
 
 def _plot(label: str, versions: Sequence[float], values: Sequence[float]) -> str:
-    """A line over the versions of the weights, drawn from the least value or 0 to the largest."""
+    """A line over the batches, from the least value or 0 to the largest, with versions marked."""
     low, high = min(0.0, *values), max(values)
-    first, last = versions[0], versions[-1]
-
-    def place(version: float, value: float) -> str:
-        x, y = (version - first) / max(last - first, 1), (value - low) / max(high - low, 1e-9)
-        return f"{480 * x:.1f},{165 - 145 * y:.1f}"
-
-    points = " ".join(map(place, versions, values))
+    across = 460 / max(len(values) - 1, 1)
+    points = " ".join(
+        f"{10 + across * i:.1f},{165 - 145 * (value - low) / max(high - low, 1e-9):.1f}"
+        for i, value in enumerate(values)
+    )
+    every = -(-len(values) // 6)
+    marks = "".join(
+        f'<text x="{10 + across * i:.1f}" y="182" text-anchor="middle">v{versions[i]:.0f}</text>'
+        for i in range(0, len(values), every)
+    )
     return (
         f'<figure><svg viewBox="0 0 480 190" role="img" aria-label="{label}">'
         f'<polyline points="{points}" fill="none" stroke="var(--bar)" stroke-width="2.5"/>'
-        f'<text x="0" y="12">{high:.2f} at most</text><text x="0" y="182">version {first:.0f}'
-        f'</text><text x="480" y="182" text-anchor="end">version {last:.0f}</text></svg>'
-        f"<figcaption>{label}, over the versions that generated</figcaption></figure>"
+        f'<text x="0" y="12">{high:.2f} at most</text>{marks}</svg>'
+        f"<figcaption>{label}, batch after batch, and the versions that generated</figcaption>"
+        "</figure>"
     )
 
 

@@ -1,4 +1,4 @@
-"""Divergences from a teacher of token sequences under a causal language model."""
+"""Divergences of token sequences between two causal language models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from torch import Tensor
 
 from fusedrl.models.plan import at_kept_states, planned
 from fusedrl.models.ranks import together
-from fusedrl.models.split import Parts
-from fusedrl.ops import linear_exact_kl, linear_top_k_kl
+from fusedrl.models.split import Parts, device_of
+from fusedrl.ops import (
+    exact_kl,
+    linear_exact_kl,
+    linear_token_log_probs,
+    linear_top_k_kl,
+    token_log_probs,
+)
+from fusedrl.ops.token_log_probs import TokenLogProbs
 
 
 class Classes(NamedTuple):
@@ -52,46 +59,175 @@ def causal_divergences(
     """
     batch = tokens, lengths, mask, max_tokens_per_forward, share_prefixes, None
 
-    def from_classes(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
+    def from_classes(hidden: Tensor, parts: Parts, places: Tensor) -> tuple[Tensor]:
         ids, log_probs = (x[places.to(x.device)].to(hidden.device) for x in teacher)
         kind = {"direction": direction, **parts.options}
-        return linear_top_k_kl(hidden, parts.weight, ids, log_probs, **kind)
+        return (linear_top_k_kl(hidden, parts.weight, ids, log_probs, **kind),)
 
     with together("divergences", model, teacher):
         if isinstance(teacher, Classes):
-            return _scored("model", model, batch, from_classes)[0]
+            return _required("model", model, _states_of(model, batch, from_classes))[0][0]
         with torch.no_grad():
-            states, ref = _scored("teacher", teacher, batch, lambda hidden, *_: hidden)
+            found = _states_of(teacher, batch, lambda hidden, *_: (hidden,))
+        (states,), ref = _required("teacher", teacher, found)
 
-        def from_heads(hidden: Tensor, parts: Parts, places: Tensor) -> Tensor:
-            ours = {"hidden": hidden, "weight": parts.weight, **parts.options}
-            rows = states[places.to(states.device)]
-            theirs = {"hidden": rows, "weight": ref.weight, **ref.options}
-            heads = {**ours, **{f"ref_{name}": x for name, x in theirs.items()}}
-            dtype = torch.promote_types(hidden.dtype, states.dtype)
-            for name, x in heads.items():
-                if isinstance(x, Tensor):
-                    x = x.detach() if name.startswith("ref_") else x
-                    heads[name] = x.to(hidden.device, dtype)
-            return linear_exact_kl(**heads, direction=direction).kl
+        def from_heads(hidden: Tensor, parts: Parts, places: Tensor) -> tuple[Tensor]:
+            heads = _pair(hidden, parts, states[places.to(states.device)], ref)
+            return (linear_exact_kl(**heads, direction=direction).kl,)
 
-        return _scored("model", model, batch, from_heads)[0]
+        return _required("model", model, _states_of(model, batch, from_heads))[0][0]
 
 
-def _scored(
-    name: str,
+class Scores(NamedTuple):
+    """What two models give each token, ``[N]`` in nats, and 0 for those that are not scored.
+
+    ``kl`` has the divergences in the directions that were asked for.
+    """
+
+    policy: TokenLogProbs
+    reference: TokenLogProbs
+    kl: tuple[Tensor, ...]
+
+
+@torch.no_grad()
+def causal_scores(
+    policy: Any,
+    reference: Any,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    mask: Tensor | None = None,
+    *,
+    directions: Sequence[str] = ("reverse",),
+    temperature: float = 1.0,
+    classes: int | None = None,
+    max_tokens_per_forward: int | None = None,
+) -> Scores:
+    """Log-probs, entropies and exact divergences of every kept token under two models.
+
+    Each model computes its hidden states once, and logits exist a tile at a time. Where one of the
+    models does not come apart into decoder and head, both compute their logits, a sequence at a
+    time. No gradient reaches a model.
+
+    Args:
+        policy, reference: models of one vocabulary, as in :func:`causal_log_probs`, and so are
+            ``tokens``, ``lengths``, ``mask`` and ``max_tokens_per_forward``.
+        directions: as in :func:`fusedrl.exact_kl`, any number.
+        temperature: positive divisor of both models' logits.
+        classes: how many classes count, the first ones; ``None`` for all, which have to be equally
+            many then.
+
+    Raises:
+        TypeError, ValueError: as :func:`causal_log_probs`.
+    """
+    batch = tokens, lengths, mask, max_tokens_per_forward, True, None
+    asked = directions, temperature, classes
+    with together("scores", policy, reference):
+        columns = _from_states(policy, reference, batch, *asked)
+        if columns is None:
+            columns = _from_logits(policy, reference, batch, *asked)
+    return Scores(TokenLogProbs(*columns[:2]), TokenLogProbs(*columns[2:4]), tuple(columns[4:]))
+
+
+def _from_states(
+    policy: Any,
+    reference: Any,
+    batch: tuple[Any, ...],
+    directions: Sequence[str],
+    temperature: float,
+    classes: int | None,
+) -> list[Tensor] | None:
+    """The columns of :class:`Scores`; ``None`` where a model does not come apart."""
+    found = _states_of(reference, batch, lambda hidden, *_: (hidden,))
+    if found is None or found[1].gathered:
+        return None
+    (states,), ref = found
+
+    def score(hidden: Tensor, parts: Parts, places: Tensor) -> tuple[Tensor, ...]:
+        heads = _pair(hidden, parts, states[places.to(states.device)], ref, classes)
+        theirs = {name[4:]: x for name, x in heads.items() if name.startswith("ref_")}
+        rows = {"tokens": batch[0].cpu()[places].to(hidden.device), "temperature": temperature}
+        columns: list[Any] = []
+        for side in {name: heads[name] for name in theirs}, theirs:
+            columns += linear_token_log_probs(**side, **rows, entropy=True)
+        kl = [linear_exact_kl(**heads, direction=d, temperature=temperature).kl for d in directions]
+        return (*columns, *kl)
+
+    found = _states_of(policy, batch, score)
+    return None if found is None else found[0]
+
+
+def _from_logits(
+    policy: Any,
+    reference: Any,
+    batch: tuple[Any, ...],
+    directions: Sequence[str],
+    temperature: float,
+    classes: int | None,
+) -> list[Tensor]:
+    """The columns of :class:`Scores`, from all logits of a sequence at a time."""
+    tokens, lengths, mask = batch[:3]
+    kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    device = device_of(policy)
+    columns = torch.zeros(4 + len(directions), len(tokens), device=device)
+    start = 0
+    for length in lengths:
+        at, start = slice(start, start + length), start + length
+        if not kept[at][1:].any():
+            continue
+        ids, rows = tokens[at].to(device), {"mask": kept[at].to(device), "shift": True}
+        rows |= {"offsets": torch.tensor([0, length], device=device), "temperature": temperature}
+        sides = [
+            model(input_ids=tokens[at][None].to(device_of(model))).logits[0, :, :classes].to(device)
+            for model in (policy, reference)
+        ]
+        found: list[Any] = []
+        for side in sides:
+            found += token_log_probs(side, ids, entropy=True, **rows)
+        found += [exact_kl(*sides, direction=d, **rows).kl for d in directions]
+        columns[:, at] = torch.stack(found)
+    return list(columns)
+
+
+def _pair(
+    hidden: Tensor, parts: Parts, ref_hidden: Tensor, ref: Parts, classes: int | None = None
+) -> dict[str, Any]:
+    """The arguments of :func:`fusedrl.linear_exact_kl`, of one dtype and device."""
+    ours = {"hidden": hidden, "weight": parts.weight, **parts.options}
+    theirs = {"hidden": ref_hidden, "weight": ref.weight, **ref.options}
+    heads = {**ours, **{f"ref_{name}": x for name, x in theirs.items()}}
+    dtype = torch.promote_types(hidden.dtype, ref_hidden.dtype)
+    for name, x in heads.items():
+        if isinstance(x, Tensor):
+            x = x.detach() if name.startswith("ref_") else x
+            x = x if name.endswith("hidden") else x[:classes]
+            heads[name] = x.to(hidden.device, dtype)
+    return heads
+
+
+def _states_of(
     model: Any,
     batch: tuple[Any, ...],
-    function: Callable[[Tensor, Parts, Tensor], Tensor],
-) -> tuple[Tensor, Parts]:
-    """What ``function`` makes of the states of kept tokens, ``[N, ...]``, and the model's parts."""
+    function: Callable[[Tensor, Parts, Tensor], tuple[Tensor, ...]],
+) -> tuple[list[Tensor], Parts] | None:
+    """What ``function`` makes of the states of kept tokens, ``[N, ...]`` each, and the parts.
+
+    ``None`` if the decoder and the head of the model cannot be called by themselves.
+    """
     with planned(model, *batch) as plan:
         parts = plan.capabilities.parts
-        if parts is None or parts.sharded or (name == "teacher" and parts.gathered):
-            raise ValueError(
-                f"{name}: expected a model whose decoder and head can be called by themselves, "
-                f"got {type(plan.model).__name__}; use the k3 estimate with it"
-            )
+        if parts is None or parts.sharded:
+            return None
         places = plan.places
-        (values,) = at_kept_states(plan, parts, lambda hidden: (function(hidden, parts, places),))
-        return plan.placed(values), parts
+        values = at_kept_states(plan, parts, lambda hidden: function(hidden, parts, places))
+        return [plan.placed(x) for x in values], parts
+
+
+def _required(
+    name: str, model: Any, found: tuple[list[Tensor], Parts] | None
+) -> tuple[list[Tensor], Parts]:
+    if found is None or (name == "teacher" and found[1].gathered):
+        raise ValueError(
+            f"{name}: expected a model whose decoder and head can be called by themselves, "
+            f"got {type(model).__name__}; use the k3 estimate with it"
+        )
+    return found

@@ -1,4 +1,4 @@
-"""The scores of a batch of chats: log-probs of both models, entropy and KL of each token."""
+"""The scores of a batch of chats: log-probs and entropies of both models and KL of each token."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from fusedrl.models import causal_log_probs
+from fusedrl.models.divergences import causal_scores
 from fusedrl.ops import Mismatch, importance_weights, token_kl
 from fusedrl.scoring.pretrained import ModelPair
-from fusedrl.scoring.settings import Settings
+from fusedrl.scoring.settings import ESTIMATORS, Settings
 from fusedrl.scoring.tokenization import TokenizedChat
 
 
 class ScoredChat(NamedTuple):
     """One chat with float32 arrays over its scored tokens, in nats.
 
-    ``positions`` indexes ``tokenized.token_ids``; ``kl`` holds each estimator's values by name.
+    ``positions`` indexes ``tokenized.token_ids``. ``kl`` holds what was chosen, first, and the
+    others by name: ``exact`` and ``forward``, where they were computed, ``k1`` and ``k3``.
     ``rollout`` has the log-probs of the engine that generated the chat, NaN where they are not
     known, and ``mismatch`` says how far the policy is from it; both are ``None`` without these.
     """
@@ -28,6 +29,7 @@ class ScoredChat(NamedTuple):
     policy: numpy.ndarray
     reference: numpy.ndarray
     entropy: numpy.ndarray
+    reference_entropy: numpy.ndarray
     kl: dict[str, numpy.ndarray]
     rollout: numpy.ndarray | None = None
     mismatch: Mismatch | None = None
@@ -37,28 +39,32 @@ class ScoredChat(NamedTuple):
 def score_batch(
     models: ModelPair, batch: Sequence[TokenizedChat], settings: Settings
 ) -> list[ScoredChat]:
-    """Compute both models' log-probs, the policy's entropy and the KL of every scored token."""
+    """Compute both models' log-probs and entropies and the KL of every scored token."""
     lengths = [len(chat.token_ids) for chat in batch]
-    tokens = torch.tensor([token for chat in batch for token in chat.token_ids])
     turns = torch.tensor([turn for chat in batch for turn in chat.turns])
-    options = {
-        "max_tokens_per_forward": settings.max_tokens_per_batch,
-        "temperature": settings.temperature,
-    }
-    policy = causal_log_probs(models.policy, tokens, lengths, turns >= 0, entropy=True, **options)
-    reference = causal_log_probs(models.reference, tokens, lengths, turns >= 0, **options).log_probs
-    assert policy.entropy is not None
-    columns = {"policy": policy.log_probs, "reference": reference, "entropy": policy.entropy}
-    estimators = sorted({"k1", "k3", settings.estimator})
-    for estimator in estimators:
-        columns[estimator] = token_kl(policy.log_probs, reference, estimator=estimator).kl
-    arrays = {name: column.cpu().split(lengths) for name, column in columns.items()}
+    directions = {} if settings.estimator else {"exact": "reverse"}
+    directions |= {"forward": "forward"} if settings.forward_kl else {}
+    scores = causal_scores(
+        *(models.policy, models.reference),
+        *(torch.tensor([token for chat in batch for token in chat.token_ids]), lengths, turns >= 0),
+        directions=list(directions.values()),
+        temperature=settings.temperature,
+        classes=models.classes,
+        max_tokens_per_forward=settings.max_tokens_per_batch,
+    )
+    pair = scores.policy.log_probs, scores.reference.log_probs
+    kl = dict(zip(directions, scores.kl, strict=True))
+    kl |= {estimator: token_kl(*pair, estimator=estimator).kl for estimator in ESTIMATORS}
+    first = settings.estimator or "exact"
+    kl = {first: kl.pop(first), **kl}
+    columns = [*pair, scores.policy.entropy, scores.reference.entropy, *kl.values()]
+    arrays = [x.cpu().split(lengths) for x in columns if x is not None]
     scored = []
-    for i, chat in enumerate(batch):
+    for chat, *rows in zip(batch, *arrays, strict=True):
         positions = numpy.flatnonzero(numpy.asarray(chat.turns) >= 0)
-        own = {name: rows[i].numpy()[positions] for name, rows in arrays.items()}
-        kl = {estimator: own.pop(estimator) for estimator in estimators}
-        made = ScoredChat(chat, positions, own["policy"], own["reference"], own["entropy"], kl)
+        p, q, of_p, of_q, *of_kl = (row.numpy()[positions] for row in rows)
+        by_name = dict(zip(kl, of_kl, strict=True))
+        made = ScoredChat(chat, positions, p, q, of_p, of_q, by_name)
         bound = settings.rollout_bound
         scored.append(made if chat.rollout is None else _beside_rollout(made, bound))
     return scored

@@ -95,7 +95,7 @@ def score_chats(
         "format": survey(records).format,
         "policy": printable(str(policy)),
         "reference": printable(str(reference)),
-        "estimator": settings.estimator,
+        "kl": settings.estimator or "exact",
         "temperature": f"{settings.temperature:g}",
     }
     template = read_template(settings.chat_template)
@@ -113,11 +113,9 @@ def score_chats(
         models = load_pair(policy, reference, settings.device, settings.dtype, template)
         facts["dtype"] = str(models.policy.dtype).removeprefix("torch.")
         facts |= {"device": str(models.device), "fusedrl": fusedrl.__version__}
-        report = HtmlReport(
-            facts, settings.estimator, settings.report_chats, settings.rollout_bound
-        )
+        report = HtmlReport(facts, settings.report_chats, settings.rollout_bound)
         mismatches: list[Mismatch] = []
-        with Tables(folder, settings.estimator, facts) as tables:
+        with Tables(folder, facts) as tables:
             tokenized = _tokenized(records, models, template, settings.context, skip)
             while batch := list(islice(tokenized, BATCH)):
                 for scored in _scored(models, batch, settings, skip):

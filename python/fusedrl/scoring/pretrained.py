@@ -19,13 +19,17 @@ from fusedrl.scoring.errors import ScoreError, reason
 
 
 class ModelPair(NamedTuple):
-    """Two models in evaluation mode on one device; ``context`` is the shorter of their contexts."""
+    """Two models in evaluation mode on one device; ``context`` is the shorter of their contexts.
+
+    ``classes`` is how many of their logits are of tokens, where they have other numbers of them.
+    """
 
     policy: PreTrainedModel
     reference: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     context: int | None
+    classes: int | None
 
 
 def load_pair(
@@ -56,15 +60,17 @@ def load_pair(
         raise ScoreError(
             f"policy: the tokenizer of {policy!r} has no chat template; pass --chat-template FILE"
         )
-    models = [
+    loaded = [
         _model(role, name, device, dtype, tokenizer)
         for role, name in (("policy", policy), ("reference", reference))
     ]
+    models, widths = [model for model, _ in loaded], {width for _, width in loaded}
     contexts = [
         getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models
     ]
     context = min((c for c in contexts if c), default=None)
-    return ModelPair(models[0], models[1], tokenizer, torch.device(device), context)
+    classes = None if len(widths) == 1 else 1 + max(tokenizer.get_vocab().values())
+    return ModelPair(models[0], models[1], tokenizer, torch.device(device), context, classes)
 
 
 def read_template(path: Path | None) -> str | None:
@@ -92,7 +98,7 @@ def read_template(path: Path | None) -> str | None:
 
 def _model(
     role: str, name: str, device: str, dtype: str, tokenizer: PreTrainedTokenizerBase
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, int]:
     check_kind(role, name, _load(AutoConfig, role, name))
     # Missing or misshapen weights would be drawn at random. They are listed instead, and refused.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -113,7 +119,7 @@ def _model(
             f"{role}: expected logits for the {size} tokens of the vocabulary, got {width} from "
             f"{name!r}; resize its embeddings"
         )
-    return model
+    return model, width
 
 
 def _load(kind: Any, role: str, name: str, **options: Any) -> Any:

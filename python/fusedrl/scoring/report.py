@@ -19,6 +19,12 @@ from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.output import explain_write_errors
 from fusedrl.scoring.tables import mismatch_row
 
+LABELS = {
+    "exact": "KL",
+    "forward": "KL of the reference from the policy",
+    "k1": "log-ratio (k1 estimate)",
+    "k3": "k3 estimate",
+}
 # Each cell of a token takes about 250 bytes; browsers are slow beyond some ten thousands of them.
 MAX_TOKENS = 30_000
 
@@ -38,19 +44,15 @@ class View(NamedTuple):
 class HtmlReport:
     """Collects scored chats, keeps the most-drifted ones, and renders them."""
 
-    def __init__(
-        self, facts: dict[str, str], estimator: str, chats: int, rollout_bound: float = 2.0
-    ) -> None:
+    def __init__(self, facts: dict[str, str], chats: int, rollout_bound: float = 2.0) -> None:
         """Start empty.
 
         Args:
             facts: the job's settings, by name.
-            estimator: the KL estimator that ranks chats and colours tokens at first.
             chats: how many chats to show.
             rollout_bound: where the ratios of policy and engine are truncated.
         """
         self._facts = facts
-        self._estimator = estimator
         self._limit = chats
         self._rollout_bound = rollout_bound
         self._kept: list[tuple[dict[str, Any], ScoredChat]] = []
@@ -59,7 +61,7 @@ class HtmlReport:
 
     def add(self, row: dict[str, Any], scored: ScoredChat) -> None:
         """Add one chat and its row of ``chats.parquet``."""
-        self._kl.append(scored.kl[self._estimator])
+        self._kl.append(next(iter(scored.kl.values())))
         if scored.rollout is not None:
             self._log_ratios.append(_log_ratios(scored))
         self._kept.append((row, scored))
@@ -99,7 +101,6 @@ class HtmlReport:
         )
         html = page.render(
             facts={name: _base(value) for name, value in self._facts.items()},
-            estimator=self._estimator,
             views=views,
             chats=chats,
             data=_plain(
@@ -140,9 +141,8 @@ class HtmlReport:
         return plots
 
     def _views(self) -> list[View]:
-        labels = {"k3": "KL (k3)", "k1": "log-ratio (k1)", "k2": "KL (k2)", "abs": "|log-ratio|"}
-        names = [self._estimator, *(e for e in ("k3", "k1") if e != self._estimator)]
-        values = [(e, labels[e], [scored.kl[e] for _, scored in self._kept]) for e in names]
+        names = self._kept[0][1].kl
+        values = [(e, LABELS[e], [scored.kl[e] for _, scored in self._kept]) for e in names]
         values.append(("entropy", "entropy", [scored.entropy for _, scored in self._kept]))
         rollouts = [_log_ratios(scored) for _, scored in self._kept if scored.rollout is not None]
         if rollouts:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fusedrl.scoring.errors import ScoreError
 
-ESTIMATORS = ("k1", "k2", "k3", "abs")
+ESTIMATORS = ("k1", "k3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
 
@@ -17,8 +17,10 @@ class Settings:
     """The options of a scoring job.
 
     Args:
-        estimator: KL estimator of ``kl`` and of the ranking: ``k1``, ``k2``, ``k3`` or ``abs``. The
-            default, ``k3``, is never negative for any token.
+        estimator: ``"k1"`` or ``"k3"``, for tokens that the policy sampled: what ``kl`` and the
+            ranking estimate from the two log-probs of a token. ``None`` takes the exact KL
+            divergence of the policy from the reference, which holds for any text.
+        forward_kl: also compute the exact divergence of the reference from the policy.
         temperature: divisor of both models' logits.
         device: torch device, or ``"auto"``.
         dtype: a torch dtype, or ``"auto"``: float32 on the CPU, the checkpoint's own elsewhere.
@@ -37,7 +39,8 @@ class Settings:
         ScoreError: a value is out of its range.
     """
 
-    estimator: str = "k3"
+    estimator: str | None = None
+    forward_kl: bool = False
     temperature: float = 1.0
     device: str = "auto"
     dtype: str = "auto"
@@ -50,10 +53,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, before anything is loaded."""
-        for name, known in (("estimator", ESTIMATORS), ("dtype", DTYPES)):
+        for name, known in (("estimator", (None, *ESTIMATORS)), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ScoreError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}; "
+                    f"{name}: expected one of {', '.join(map(str, known))}, got "
+                    f"{getattr(self, name)!r}; "
                     f"leave it out for {getattr(type(self), name)!r}"
                 )
         low, high = TEMPERATURES

@@ -23,10 +23,12 @@ _TOKENS = [
     ("text", pyarrow.string()),
     ("policy_log_prob", pyarrow.float32()),
     ("reference_log_prob", pyarrow.float32()),
-    ("kl", pyarrow.float32()),  # the chosen estimator
+    ("kl", pyarrow.float32()),  # exact, or by the chosen estimator
+    ("kl_forward", pyarrow.float32()),  # null unless it was asked for
     ("kl_k1", pyarrow.float32()),
     ("kl_k3", pyarrow.float32()),
     ("entropy", pyarrow.float32()),
+    ("reference_entropy", pyarrow.float32()),
     ("rollout_log_prob", pyarrow.float32()),  # null if it is not known
 ]
 _CHATS = [
@@ -39,9 +41,11 @@ _CHATS = [
     ("reference_log_prob", pyarrow.float64()),
     ("kl_total", pyarrow.float64()),
     ("kl_mean", pyarrow.float64()),
+    ("kl_forward_mean", pyarrow.float64()),
     ("kl_k1_mean", pyarrow.float64()),
     ("kl_k3_mean", pyarrow.float64()),
     ("entropy_mean", pyarrow.float64()),
+    ("reference_entropy_mean", pyarrow.float64()),
     ("rollout_tokens", pyarrow.int32()),  # this and those below are null without rollout log-probs
     ("rollout_k1", pyarrow.float64()),
     ("rollout_k3", pyarrow.float64()),
@@ -55,12 +59,11 @@ _MISMATCH = ("tokens", "k1", "k3", "ess", "max_ratio", "clipped")
 class Tables:
     """Writes ``tokens.parquet`` chat by chat, and ``chats.parquet`` at the end of its block."""
 
-    def __init__(self, folder: Path, estimator: str, facts: dict[str, str]) -> None:
+    def __init__(self, folder: Path, facts: dict[str, str]) -> None:
         """Open the first table.
 
         Args:
             folder: an existing directory.
-            estimator: the KL estimator behind ``kl``, ``kl_total`` and ``kl_mean``.
             facts: the job's settings, kept in the metadata of both files.
 
         Raises:
@@ -68,7 +71,6 @@ class Tables:
                 end of the block.
         """
         self._folder = folder
-        self._estimator = estimator
         self._facts = facts
         self.chats: list[dict[str, Any]] = []
         # Files are opened here, because pyarrow takes no path that is not UTF-8.
@@ -97,8 +99,8 @@ class Tables:
     def write(self, scored: ScoredChat) -> dict[str, Any]:
         """Append one chat to both tables, and return its row of ``chats.parquet``."""
         with explain_write_errors(self._folder / "tokens.parquet"):
-            self._tokens.write_table(_token_rows(scored, self._estimator, self._tokens.schema))
-        self.chats.append(chat_row(scored, self._estimator))
+            self._tokens.write_table(_token_rows(scored, self._tokens.schema))
+        self.chats.append(chat_row(scored))
         return self.chats[-1]
 
     def _finish(self) -> None:
@@ -112,7 +114,7 @@ class Tables:
             pyarrow.parquet.write_table(table, file)
 
 
-def _token_rows(scored: ScoredChat, estimator: str, schema: pyarrow.Schema) -> pyarrow.Table:
+def _token_rows(scored: ScoredChat, schema: pyarrow.Schema) -> pyarrow.Table:
     tokenized = scored.tokenized
     columns = {
         "chat": numpy.full(len(scored.positions), tokenized.chat.line),
@@ -123,10 +125,12 @@ def _token_rows(scored: ScoredChat, estimator: str, schema: pyarrow.Schema) -> p
         "text": [tokenized.texts[i] for i in scored.positions],
         "policy_log_prob": scored.policy,
         "reference_log_prob": scored.reference,
-        "kl": scored.kl[estimator],
+        "kl": next(iter(scored.kl.values())),
+        "kl_forward": _or_nulls(scored.kl.get("forward"), len(scored.positions)),
         "kl_k1": scored.kl["k1"],
         "kl_k3": scored.kl["k3"],
         "entropy": scored.entropy,
+        "reference_entropy": scored.reference_entropy,
         "rollout_log_prob": _or_nulls(scored.rollout, len(scored.positions)),
     }
     return pyarrow.table(columns, schema=schema)
@@ -145,13 +149,14 @@ def mismatch_row(mismatch: Mismatch | None) -> dict[str, float | None]:
     return {name: getattr(mismatch, name).item() for name in _MISMATCH}
 
 
-def chat_row(scored: ScoredChat, estimator: str) -> dict[str, Any]:
+def chat_row(scored: ScoredChat) -> dict[str, Any]:
     """The row of ``chats.parquet`` for one chat; sums and means in float64."""
 
     def mean(values: numpy.ndarray) -> float:
         return float(values.mean(dtype=numpy.float64))
 
-    kl = scored.kl[estimator]
+    kl = next(iter(scored.kl.values()))
+    forward = scored.kl.get("forward")
     return {
         "chat": scored.tokenized.chat.line,
         "answer": scored.tokenized.chat.answer,
@@ -162,7 +167,9 @@ def chat_row(scored: ScoredChat, estimator: str) -> dict[str, Any]:
         "reference_log_prob": float(scored.reference.sum(dtype=numpy.float64)),
         "kl_total": float(kl.sum(dtype=numpy.float64)),
         "kl_mean": mean(kl),
+        "kl_forward_mean": None if forward is None else mean(forward),
         "kl_k1_mean": mean(scored.kl["k1"]),
         "kl_k3_mean": mean(scored.kl["k3"]),
         "entropy_mean": mean(scored.entropy),
+        "reference_entropy_mean": mean(scored.reference_entropy),
     } | {f"rollout_{name}": value for name, value in mismatch_row(scored.mismatch).items()}
