@@ -71,6 +71,17 @@ class LocalWeightUpdaterBase(_Updater):
 
     A subclass defines ``_get_server_weights`` and ``_get_local_weights``; it may define
     ``_maybe_map_weights`` and ``_update_local_weights``. An update runs them in this order.
+
+    Example:
+        >>> import torch
+        >>> from fusedrl import LocalWeightUpdaterBase
+        >>> local = torch.nn.Linear(1, 1, bias=False)
+        >>> class Fetched(LocalWeightUpdaterBase):
+        ...     _get_server_weights = lambda self: {"weight": torch.ones(1, 1)}
+        ...     _get_local_weights = lambda self: local
+        >>> Fetched()()
+        >>> local.weight.item()
+        1.0
     """
 
     @abstractmethod
@@ -182,6 +193,15 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
             device of the workers' policy. All workers start with the first and get it.
         timeout, slots: as for :class:`~fusedrl.ChannelWeightSyncScheme`.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import MultiProcessedRemoteWeightUpdate
+        >>> workers = {torch.device("cpu"): TensorDict({"w": torch.zeros(2)})}
+        >>> MultiProcessedRemoteWeightUpdate(None, workers)({"w": torch.ones(2)})
+        >>> workers[torch.device("cpu")]["w"]
+        tensor([1., 1.])
     """
 
     def __init__(
@@ -253,6 +273,14 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         max_interval: number of updates that a worker skips between two that it gets.
         timeout: seconds within which the workers have to answer, else a ``TimeoutError``. One that
             is dead or failed is Ray's error; the others have been sent the weights.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from fusedrl import RayRemoteWeightUpdater
+        >>> weights = TensorDict.from_module(torch.nn.Linear(1, 1))
+        >>> RayRemoteWeightUpdater(weights, remote_collectors=[]).all_worker_ids()
+        []
     """
 
     def __init__(
