@@ -175,7 +175,7 @@ def test_a_state_dict_may_split_repeat_or_ask_for_arguments(make):
         (nn.Parameter(torch.ones(2, device="meta")), "got a meta tensor; load"),
         (torch.eye(2).to_sparse(), r"torch.sparse_coo; convert it with .to_dense\(\)"),
         (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "got NestedTensor"),
-        (nn.UninitializedParameter(), "got UninitializedParameter; publish"),
+        (nn.UninitializedParameter(), "got a lazy parameter; run the module once first"),
         (torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8), "got torch.qint8"),
         ("text", "got str; leave it out"),
         (None, "got NoneType; leave it out"),

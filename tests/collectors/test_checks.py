@@ -67,11 +67,11 @@ DIALOGS = {"collector_class": LLMCollector}
         ),
         ({"track_policy_version": "int"}, TypeError, "track_policy_version: .* got str"),
         ({"channel": 1}, TypeError, "channel: expected a WeightHandle or WeightReader, got int"),
-        ({"max_staleness": 1}, TypeError, "max_staleness: expected it beside track_policy_version"),
+        ({"max_staleness": 1}, TypeError, "max_staleness: expected track_policy_version beside it"),
         (
             {"channel_mode": "copy"},
             TypeError,
-            "channel_mode: expected it beside channel, got it al",
+            "channel_mode: expected a channel beside it, got 'copy'",
         ),
         ({"channel_mode": "x"}, ValueError, "channel_mode: expected 'alias' or 'copy', got 'x'"),
         (

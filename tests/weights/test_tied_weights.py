@@ -134,7 +134,7 @@ UNTIED = "module.model.lm_head.weight.* expected the values of .*module.model.mo
 @pytest.mark.parametrize("kind", ["qwen2", "gemma"])
 def test_a_channel_publishes_each_form(kind, tied):
     policy = policy_of(kind, tied)
-    with WeightChannel.create(policy) as channel, channel.handle.open() as reader:
+    with WeightChannel.create(policy_of(kind, tied)) as channel, channel.handle.open() as reader:
         for name, weights, action in updates(kind, tied):
             channel.publish(weights)
             assert reader.load_into(policy) == channel.version

@@ -13,6 +13,7 @@ import torch
 from tensordict import MemoryMappedTensor, TensorDictBase
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from fusedrl import _host
 from fusedrl.channel import adapters
@@ -73,6 +74,8 @@ def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
     expected, got, remedy = "a dense tensor with values of its own", None, ""
     if not isinstance(local, Tensor):
         got, remedy = type(local).__name__, "leave it out of the weights"
+    elif is_lazy(local):
+        got, remedy = "a lazy parameter", "run the module once first"
     elif getattr(local, "ds_numel", local.numel()) != local.numel():
         got = "a shard of DeepSpeed's ZeRO-3"
         remedy = "use it within deepspeed.zero.GatheredParameters"

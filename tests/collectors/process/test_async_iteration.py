@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("forked")]
 
 DIALOGS: dict[str, Any] = {
     "collector_class": LLMCollector,
+    "frames_per_batch": None,  # the other names of these two sizes
+    "total_frames": -1,
     "dialog_turns_per_batch": 4,
     "total_dialog_turns": 8,
 }
