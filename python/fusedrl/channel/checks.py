@@ -10,7 +10,8 @@ MAX_VERSION = 2**55 - 1  # version and slot share eight bytes, of which the slot
 
 def seconds(name: str, value: float | None, default: float | None = None) -> float:
     """Check a number of seconds, and return it as a float; ``None`` stands for ``default``."""
-    value = default if value is None else value
+    if value is None and default is not None:
+        return default
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name}: expected a number of seconds, got {type(value).__name__}; pass an int or a "

@@ -171,9 +171,10 @@ class WeightReader:
         if isinstance(self.memory, CudaMemory):
             self.memory.refuse_capture()
         self.wait_for(0 if min_version is None else min_version, timeout)
-        limit = seconds("timeout", timeout, self._timeout)
-        deadline = time.monotonic() + max(limit, SLICE_S)
+        deadline = 0.0
         while not (lease := Lease(self._end)).held:  # it has published another meanwhile
+            limit = seconds("timeout", timeout, self._timeout)
+            deadline = deadline or time.monotonic() + max(limit, SLICE_S)
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timeout: expected to lease the newest version within {limit} s, got another "
