@@ -191,6 +191,34 @@ def test_a_parameter_that_is_replaced_gets_the_version_back_at_the_next_call(fol
 
 
 @pytest.mark.parametrize("mode", ["alias", "copy"])
+def test_parts_that_are_exchanged_or_new_have_the_version_at_the_next_call(mode):
+    def exchange(model):
+        model[0], model[1] = model[1], model[0]
+
+    def load(model):
+        model[1] = nn.Linear(2, 2)
+        with follower.call():
+            pass
+        model[1].load_state_dict(nn.Linear(2, 2).state_dict())
+
+    trained, model = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    with WeightChannel.create(trained) as channel, channel.handle.open() as reader:
+        channel.publish()
+        follower = reader.follow(model, mode)
+        for change in (exchange, load):
+            with follower.call():
+                pass
+            change(model)
+            with follower.call() as version:
+                assert version == 1
+                assert all(map(torch.equal, model.parameters(), trained.parameters()))
+        model[0].weight = model[1].weight
+        with pytest.raises(ValueError, match="since the module has one tensor for both"):
+            follower.call()
+        follower.close()
+
+
+@pytest.mark.parametrize("mode", ["alias", "copy"])
 def test_a_module_that_follows_cannot_be_trained(reader, mode):
     """Also where nobody sees that it is what is trained: a clone of it is published."""
     model = filled(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -15,13 +16,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from fusedrl.demo import CHATS
-from fusedrl.scoring import Settings, report, score_chats
+from fusedrl.scoring import Settings, report, score_chats, tables
 from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.tables import chat_row
 from fusedrl.scoring.tokenization import TokenizedChat
 
-from .conftest import chat
+from .conftest import chat, rows
 
 pytestmark = pytest.mark.heavy
 
@@ -146,12 +147,16 @@ def test_values_that_are_not_finite_are_shown(tmp_path):
         values,
         values,
         values,
-        {"exact": values, "k1": values, "k3": values},
+        {"exact": values, "forward": values, "k1": values, "k3": values},
     )
     made = report.HtmlReport({"policy": "p", "reference": "r"}, 5)
     row = chat_row(scored)
     made.add(row, scored)
     made.write(tmp_path / "report.html", [row], [])
+    with tables.Tables(tmp_path, {}) as written:
+        written.write(scored)
+    told = rows(tmp_path / "tokens.parquet")
+    assert [math.isnan(token["kl_forward"]) for token in told] == [True, False]
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.cells == ["a", " b"]
     cells = page.data["chats"][0]["messages"][0]["cells"]

@@ -64,8 +64,10 @@ def test_a_state_of_another_collector_is_an_error(collect, part):
     trained = copy.deepcopy(state)
     for value in trained["policy_state_dict"].values():
         value.add_(1)
-    with pytest.raises((TypeError, ValueError)):  # the last entry that is loaded
-        collector.load_state_dict({**trained, "frames": 12, "policy_version": "abc"})
+    wrong = {"frames": "x", "iter": "x"}, {"policy_version": "abc"}, {"policy_version": 2**60}
+    for entries in wrong:  # the last one is the last that is loaded
+        with pytest.raises((TypeError, ValueError)):
+            collector.load_state_dict({**trained, "frames": 12, **entries})
     now = collector.state_dict()
     assert now["frames"] == state["frames"]
     assert all(torch.equal(now["policy_state_dict"][n], x) for n, x in before.items())
@@ -84,7 +86,7 @@ def test_a_worker_refuses_a_state_of_another_collector():
         with pytest.raises((RuntimeError, ValueError)):
             collector.load_state_dict(state)
         state = collector.state_dict()
-        for name, wrong in (("frames", "x"), ("iter", None)):
+        for name, wrong in (("frames", "x"), ("iter", None), ("policy_version", "x")):
             with pytest.raises(TypeError, match=f"{name}: expected"):
                 collector.load_state_dict({**state, name: wrong})
         with pytest.raises(KeyError, match="expected 'frames' in it, got none; load what"):

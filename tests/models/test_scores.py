@@ -116,3 +116,12 @@ def test_no_token_to_score():
     assert not columns_of(causal_scores(*models, TOKENS, LENGTHS, nothing)).any()
     models = model_of("opt"), model_of("qwen2")
     assert not columns_of(causal_scores(*models, TOKENS, LENGTHS, nothing)).any()
+
+
+def test_a_sequence_that_one_of_the_models_has_no_positions_for_is_refused():
+    """Also where the models compute their logits: on a GPU such an index ends the process."""
+    short, long = model_of("opt"), model_of("llama", max_position_embeddings=128)
+    tokens = torch.zeros(80, dtype=torch.int64)
+    for models in ((short, long), (long, short), (short, short)):
+        with pytest.raises(ValueError, match="expected at most 64 tokens, the model's context"):
+            causal_scores(*models, tokens, [80])

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -50,15 +51,29 @@ class Target:
         self.freezes = mode == "alias"
         self._held: Any = None  # the lease of what parameters lie in
         self.left: dict[int, Any] | None = None  # where load() has left the tensors, if it has
+        # Then: all parameters of the module, their addresses, and the storages of its own.
+        self._known: tuple[list[Tensor], list[int], list[Any]] = [], [], []
         self._plan(weights_in(module))
 
     def is_as_loaded(self) -> bool:
         """Whether no parameter was replaced, or got other memory, since the last load."""
+        found, places, storages = self._known
+        own = self._own_parameters()
+        return (
+            self.left is not None
+            and len(found) == len(own)
+            and all(map(is_, found, own))
+            and places == [*map(Tensor.data_ptr, own)]
+            and all(storage() is not None for storage in storages)
+        )
+
+    def _own_parameters(self) -> list[Tensor]:
+        # In half the time of weights_in(), as each call asks.
         parts: list[Any] = [self.module()]
-        for part in parts:  # which grow; in half the time of weights_in(), as each call asks
+        for part in parts:  # which grow
             parts += [child for child in children_of(part).values() if child is not None]
         homes = map(parameters_of, parts)
-        return self._stay(p for home in homes for p in home.values() if p is not None)
+        return [p for home in homes for p in home.values() if p is not None]
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor], lease: Any = None) -> None:
@@ -94,8 +109,11 @@ class Target:
             list(map(setattr, self.parameters.values(), repeat("data"), memory))
             self._held = self._held[1]
         if not stays or self.mode == "alias":
-            loaded = self.parameters | self._copied
+            own, loaded = self._own_parameters(), self.parameters | self._copied
             left = {id(tensor): self._place(tensor) for tensor in loaded.values()}
+            # Memory of its own may be freed, and that of another tensor then.
+            storages = [weakref.ref(p.untyped_storage()) for p in own if self.mode == "copy"]
+            self._known = own, [*map(Tensor.data_ptr, own)], storages
         self.left = left
 
     def freeze(self) -> None:
@@ -252,12 +270,17 @@ class ModuleFollower(Follower):
         self.target = Target(module, reader, mode)
         self._warned, self.target.freezes = False, True
         self.target.freeze()
-        take = _Hook(self._take_loads)  # on every part, as state dicts of parts may be loaded too
-        self._hooks = [
-            module.register_state_dict_post_hook(_Hook(self._give_copies)),
-            *(part.register_load_state_dict_pre_hook(take) for part in module.modules()),
-        ]
+        self._hooks = [module.register_state_dict_post_hook(_Hook(self._give_copies))]
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._watch()
         FOLLOWERS.add(self)
+
+    def _watch(self) -> None:
+        """Hear of state dicts that are loaded into the module or a part of it."""
+        take = _Hook(self._take_loads)
+        for part in {*self.module.modules()} - {*self._watched}:
+            self._hooks.append(part.register_load_state_dict_pre_hook(take))
+            self._watched.add(part)
 
     def _switch(self) -> Any:
         if self not in FOLLOWERS:
@@ -270,6 +293,7 @@ class ModuleFollower(Follower):
         try:
             # If a parameter was replaced, it is not the version any more.
             if lease.version != self.version or not self.target.is_as_loaded():
+                self._watch()  # parts that were replaced
                 self.target.load(lease.views, lease if self.between_calls else None)
                 self.version = lease.version
             return lease

@@ -11,6 +11,7 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
 
+from fusedrl.channel.ranks import interrupted_later
 from fusedrl.compat.tensordict import copy_of
 from fusedrl.logs import warn_once
 
@@ -119,12 +120,13 @@ class QueueBuffer:
         for turn in batch.unbind(0):
             while True:
                 try:
-                    self.queue.put_nowait(turn)
+                    with interrupted_later():  # Ctrl-C would leave its lock taken
+                        self.queue.put_nowait(turn)
                     break
                 except queue.Full:  # Ray's error is a subclass
                     warn_once(
                         "LLMCollector: the queue is full, its oldest turns are dropped; read "
                         "faster, or make it larger (this is said once)"
                     )
-                    with suppress(queue.Empty):  # a reader has taken it first
+                    with suppress(queue.Empty), interrupted_later():  # a reader has taken it
                         self.queue.get_nowait()

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 from fusedrl.channel import WeightHandle, WeightReader
+from fusedrl.channel.checks import MAX_VERSION
 from fusedrl.weights.collector import check_counts
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
@@ -162,7 +163,14 @@ def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool =
                 f"{name}: expected shape {mine[name]}, got {theirs[name]}; load the state of a "
                 "collector of the same environment and policy"
             )
-    check_whole("policy_version", given.get("policy_version") if "policy_version" in own else 0, 0)
+    for name, least in (("frames", 0), ("iter", -1), ("policy_version", 0)):
+        if name in given and name in own:
+            check_whole(name, given[name], least)
+    if (given.get("policy_version") or 0) > MAX_VERSION and "policy_version" in own:
+        raise ValueError(
+            f"policy_version: expected at most {MAX_VERSION}, got {given['policy_version']}; load "
+            "what state_dict() returned"
+        )
 
 
 def _shapes(state: Any, path: str = "") -> dict[str, tuple[int, ...] | None]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedrl.models.plan import at_kept_states, planned
+from fusedrl.models.plan import at_kept_states, check_context, check_vocabulary, planned
 from fusedrl.models.ranks import together
-from fusedrl.models.split import Parts, device_of
+from fusedrl.models.split import Parts, device_of, vocabulary_of
 from fusedrl.ops import (
     exact_kl,
     linear_exact_kl,
@@ -166,6 +166,9 @@ def _from_logits(
 ) -> list[Tensor]:
     """The columns of :class:`Scores`, from all logits of a sequence at a time."""
     tokens, lengths, mask = batch[:3]
+    for model in (policy, reference):
+        check_context(model, lengths)
+        check_vocabulary(tokens, vocabulary_of(model))
     kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     device = device_of(policy)
     columns = torch.zeros(4 + len(directions), len(tokens), device=device)

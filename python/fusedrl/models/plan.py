@@ -89,7 +89,7 @@ def planned(
             model, context = model.adapted, model.disabled()
         tokens = tokens.cpu().long()
         check_vocabulary(tokens, vocabulary_of(model))
-        _check_context(model, lengths)
+        check_context(model, lengths)
         work = scored_sequences(tokens, lengths, mask)
         kwargs = dict(model_kwargs or {})
         with context, one_version(model):
@@ -116,7 +116,7 @@ def _check_packed(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> No
         )
 
 
-def _check_context(model: Any, lengths: Sequence[int]) -> None:
+def check_context(model: Any, lengths: Sequence[int]) -> None:
     """Refuse a sequence with more tokens than a model has positions for, if it has a table of them.
 
     Beyond it, a GPU's error would end the process. It may be learned, or sines or a causal mask

@@ -120,18 +120,20 @@ class HtmlReport:
                 [row["entropy_mean"] for row in rows],
                 weights=[row["scored_tokens"] for row in rows],
             ),
-            plots=self._plots(kl, rows),
+            plots=self._plots(views[0].label, kl, rows),
         )
         with explain_write_errors(path):
             # Text that no model reads may be invalid, such as a key that the template ignores.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
         return len(chats)
 
-    def _plots(self, kl: numpy.ndarray, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _plots(
+        self, label: str, kl: numpy.ndarray, rows: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         of_chats = numpy.array([row["kl_mean"] for row in rows])
         plots = [
-            histogram(kl, "KL of each token, in nats", "token"),
-            histogram(of_chats, "Mean KL of each chat, in nats", "chat"),
+            histogram(kl, f"{label} of each token, in nats", "token"),
+            histogram(of_chats, f"Mean {label} of each chat, in nats", "chat"),
         ]
         if self._log_ratios:
             log_ratios = numpy.concatenate(self._log_ratios)

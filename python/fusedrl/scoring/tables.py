@@ -126,7 +126,7 @@ def _token_rows(scored: ScoredChat, schema: pyarrow.Schema) -> pyarrow.Table:
         "policy_log_prob": scored.policy,
         "reference_log_prob": scored.reference,
         "kl": next(iter(scored.kl.values())),
-        "kl_forward": _or_nulls(scored.kl.get("forward"), len(scored.positions)),
+        "kl_forward": scored.kl.get("forward", pyarrow.nulls(len(scored.positions))),
         "kl_k1": scored.kl["k1"],
         "kl_k3": scored.kl["k3"],
         "entropy": scored.entropy,

@@ -379,6 +379,7 @@ class AsyncCollector(_AsyncCollector):
         frames, batches = state_dict["frames"], state_dict["iter"]
         check_whole("frames", frames, 0, optional=False)
         check_whole("iter", batches, -1, optional=False)
+        check_whole("policy_version", version, 0)
         if "traj_pool" in state_dict:
             own["traj_pool"] = state_dict["traj_pool"]
         schemes, weights = of_policy(self._weight_sync_schemes), own.get(POLICY_STATE)
