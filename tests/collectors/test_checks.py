@@ -191,7 +191,8 @@ FOLLOWED = {
 
 def test_each_argument_of_torchrls_is_followed_somewhere_or_refused():
     theirs = [inspect.signature(kind.__init__).parameters for kind in (Collector, MultiCollector)]
-    assert {*chain(*theirs)} - {"self"} == {*" ".join(FOLLOWED.values()).split()}
+    of_ray = "_ray_trace_ctx"  # added in a process that has made an actor of the class
+    assert {*chain(*theirs)} - {"self", of_ray} == {*" ".join(FOLLOWED.values()).split()}
     for name in FOLLOWED["nowhere"].split():
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; "):
             AsyncCollector(Counting, policy, frames_per_batch=4, **{name: 1})

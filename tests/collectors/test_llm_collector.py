@@ -36,7 +36,8 @@ def test_has_every_public_name_of_torchrls(collect):
     assert names <= set(dir(collector))
     assert callable(collector.rollout) and callable(LLMCollector.as_remote)
     given = inspect.signature(TorchrlLLMCollector).parameters
-    assert given.keys() <= inspect.signature(LLMCollector).parameters.keys()
+    of_ray = {"_ray_trace_ctx"}  # added in a process that has made an actor of the class
+    assert given.keys() - of_ray <= inspect.signature(LLMCollector).parameters.keys()
 
 
 def test_no_prompt_is_lost_to_the_constructor(collect):
