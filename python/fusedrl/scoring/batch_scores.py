@@ -34,6 +34,11 @@ class ScoredChat(NamedTuple):
     rollout: numpy.ndarray | None = None
     mismatch: Mismatch | None = None
 
+    @property
+    def chosen_kl(self) -> numpy.ndarray:
+        """The values that rank chats."""
+        return next(iter(self.kl.values()))
+
 
 @torch.inference_mode()
 def score_batch(

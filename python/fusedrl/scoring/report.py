@@ -61,7 +61,7 @@ class HtmlReport:
 
     def add(self, row: dict[str, Any], scored: ScoredChat) -> None:
         """Add one chat and its row of ``chats.parquet``."""
-        self._kl.append(next(iter(scored.kl.values())))
+        self._kl.append(scored.chosen_kl)
         if scored.rollout is not None:
             self._log_ratios.append(_log_ratios(scored))
         self._kept.append((row, scored))

@@ -125,7 +125,7 @@ def _token_rows(scored: ScoredChat, schema: pyarrow.Schema) -> pyarrow.Table:
         "text": [tokenized.texts[i] for i in scored.positions],
         "policy_log_prob": scored.policy,
         "reference_log_prob": scored.reference,
-        "kl": next(iter(scored.kl.values())),
+        "kl": scored.chosen_kl,
         "kl_forward": scored.kl.get("forward", pyarrow.nulls(len(scored.positions))),
         "kl_k1": scored.kl["k1"],
         "kl_k3": scored.kl["k3"],
@@ -155,7 +155,7 @@ def chat_row(scored: ScoredChat) -> dict[str, Any]:
     def mean(values: numpy.ndarray) -> float:
         return float(values.mean(dtype=numpy.float64))
 
-    kl = next(iter(scored.kl.values()))
+    kl = scored.chosen_kl
     forward = scored.kl.get("forward")
     return {
         "chat": scored.tokenized.chat.line,
