@@ -126,7 +126,8 @@ demo: $(INSTALLED)
 test: dev
 	pytest $(TESTS) -m "not gpu and not slow and not heavy" --durations=10
 
-SHARED := --numprocesses $(JOBS) --no-loadscope-reorder --durations=20
+# A process that crashes ends the run: what replaces one waits for tests that it never gets.
+SHARED := --numprocesses $(JOBS) --max-worker-restart 0 --no-loadscope-reorder --durations=20
 test-all: dev
 	pytest $(TESTS) -m "not gpu and not slow" $(SHARED)
 

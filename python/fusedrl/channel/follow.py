@@ -50,18 +50,18 @@ class Target:
         self._session, self._device = reader.session, reader.device
         self.freezes = mode == "alias"
         self._held: Any = None  # the lease of what parameters lie in
-        # All parameters of the module, their addresses, and the storages of its own, as load() has
-        # left them, if it has.
-        self.left: tuple[list[Tensor], list[int], list[Any]] | None = None
+        self.left: dict[int, Any] | None = None  # where load() has left the tensors, if it has
+        # Then: all parameters of the module, their addresses, and the storages of its own.
+        self._known: tuple[list[Tensor], list[int], list[Any]] = [], [], []
         self._plan(weights_in(module))
 
     def is_as_loaded(self) -> bool:
         """Whether no parameter was replaced, or got other memory, since the last load."""
-        if self.left is None:
-            return False
-        (found, places, storages), own = self.left, self._own_parameters()
+        found, places, storages = self._known
+        own = self._own_parameters()
         return (
-            len(found) == len(own)
+            self.left is not None
+            and len(found) == len(own)
             and all(map(is_, found, own))
             and places == [*map(Tensor.data_ptr, own)]
             and all(storage() is not None for storage in storages)
@@ -83,9 +83,7 @@ class Target:
         ``lease`` is shared as long. Buffers are copied, because a forward pass may write to them.
         """
         found, left = weights_in(self.module()), self.left
-        # By alias, all parameters get the memory of the version.
-        in_place = self.mode == "alias" or self.is_as_loaded()
-        stays = left is not None and tensors.facts(found) == self._facts and in_place
+        stays = tensors.facts(found) == self._facts and self._stay(self._copied.values())
         if not stays:
             self._plan(found)
         differences = [
@@ -111,10 +109,11 @@ class Target:
             list(map(setattr, self.parameters.values(), repeat("data"), memory))
             self._held = self._held[1]
         if not stays or self.mode == "alias":
-            own = self._own_parameters()
+            own, loaded = self._own_parameters(), self.parameters | self._copied
+            left = {id(tensor): self._place(tensor) for tensor in loaded.values()}
             # Memory of its own may be freed, and that of another tensor then.
             storages = [weakref.ref(p.untyped_storage()) for p in own if self.mode == "copy"]
-            left = own, [*map(Tensor.data_ptr, own)], storages
+            self._known = own, [*map(Tensor.data_ptr, own)], storages
         self.left = left
 
     def freeze(self) -> None:
@@ -135,6 +134,15 @@ class Target:
 
     def _of(self, views: Sequence[Any], names: Iterable[str]) -> list[Any]:
         return [views[self.layout.view_of[name]] for name in names]
+
+    def _stay(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors are where load() has left them."""
+        left = self.left
+        return left is not None and all(left.get(id(t)) == self._place(t) for t in tensors)
+
+    def _place(self, tensor: Tensor) -> tuple[int, Any]:
+        # Memory of its own may be freed, and that of another tensor then.
+        return tensor.data_ptr(), self.mode == "copy" and weakref.ref(tensor.untyped_storage())
 
     def _plan(self, found: Sequence[Weight]) -> None:
         """Find the tensor for each entry; if the module is refused, the former plan stays."""
