@@ -198,6 +198,7 @@ def test_a_pause_that_the_user_made_stays(failing):
 
 
 def test_an_address_that_others_reach_is_logged_once(caplog):
+    caplog.set_level("WARNING", logger="fusedrl")  # vLLM's app makes the root logger's ERROR
     with WeightChannel.create({"a": torch.zeros(1)}) as channel:
         for host in ("127.0.0.1", "localhost", "[::1]", "10.0.0.7", "10.0.0.7", "trainer.example"):
             EngineWeights(channel, f"http://{host}:8000")
