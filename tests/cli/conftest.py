@@ -53,10 +53,10 @@ def write_chats(tmp_path):
 def score(models, tmp_path):
     """Runs `fusedrl score` in this process; returns its exit code and the output directory."""
 
-    def run(chats, *options, policy=models.policy, reference=models.reference):
+    def run(*arguments, policy=models.policy, reference=models.reference):
         out = tmp_path / "out"
-        arguments = ["--policy", str(policy), "--reference", str(reference), "--out", str(out)]
-        return main(["score", str(chats), *arguments, *map(str, options)]), out
+        pair = ["--policy", str(policy), "--reference", str(reference)]
+        return main(["score", *map(str, arguments), *pair, "--out", str(out)]), out
 
     return run
 

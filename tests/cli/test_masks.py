@@ -28,7 +28,7 @@ from fusedrl.scoring.tokenization import tokenize_chat
 
 
 def make_chat(*messages):
-    return Chat("chats.jsonl:7", 7, [{"role": r, "content": c} for r, c in messages], None)
+    return Chat("chats.jsonl", 7, [{"role": r, "content": c} for r, c in messages], None)
 
 
 def bundled():
@@ -212,6 +212,6 @@ def test_tool_calls_are_scored_as_the_template_renders_them(tokenizer):
         "{{ message.content + '<|im_end|>' }}",
         "{{ (message.content or (message.tool_calls | tojson)) + '<|im_end|>' }}",
     )
-    turns = said(tokenize_chat(Chat("chats.jsonl:1", 1, messages, None), tokenizer, template))
+    turns = said(tokenize_chat(Chat("chats.jsonl", 1, messages, None), tokenizer, template))
     assert turns[1].startswith("[{") and '"add"' in turns[1] and turns[1].endswith("<|im_end|>")
     assert turns[3] == "It is 3.<|im_end|>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import io
 import json
 import sys
@@ -14,7 +16,7 @@ pytest.importorskip("pyarrow")
 import pyarrow
 from pyarrow import parquet
 
-from fusedrl.scoring import ScoreError
+from fusedrl.scoring import ScoreError, Settings, score_chats
 from fusedrl.scoring.chats import parse_chats, survey
 from fusedrl.scoring.records import Record, read_records
 
@@ -47,62 +49,75 @@ def lines(found):
     return "\n".join(map(json.dumps, found)).encode()
 
 
+def sheet(found):
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(found[0]))
+    writer.writeheader()
+    writer.writerows(found)
+    return file.getvalue().encode("utf-8-sig")
+
+
 def table(found):
     file = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(found), file)
     return file.getvalue()
 
 
-# A format -> the content of its file, and how it is said.
+def openai(row):
+    prompt = {"messages": user(row["prompt"]), "tools": [], "parallel_tool_calls": True}
+    names = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+    return {"input": prompt, **{name: assistant(row[key]) for name, key in names.items()}}
+
+
+ANSWERED = [{"prompt": a, "completion": b} for a, b, _ in PAIRS]
+ALPACA = [{"instruction": a, "input": "", "output": b} for a, b, _ in PAIRS]
+OF_STRINGS = [{"messages": json.dumps(row["messages"])} for row in PLAIN]
+# A file -> its content, and how it is said.
 SINGLE = {
-    "messages": (lines(PLAIN), "JSON lines with 'messages'"),
-    "prompt and completion": (
-        lines([{"prompt": a, "completion": b} for a, b, _ in PAIRS]),
-        "JSON lines with 'prompt' and 'completion'",
-    ),
-    "prompt and completion of messages": (
+    "messages.jsonl": (lines(PLAIN), "JSON lines with 'messages'"),
+    "answers.jsonl": (lines(ANSWERED), "JSON lines with 'prompt' and 'completion'"),
+    "answers-of-messages": (
         lines([{"prompt": user(a), "completion": assistant(b)} for a, b, _ in PAIRS]),
         "JSON lines with 'prompt' and 'completion'",
     ),
-    "sharegpt": (lines(map(sharegpt, PLAIN)), "JSON lines with 'conversations'"),
-    "array": (json.dumps(PLAIN, indent=2).encode(), "a JSON array with 'messages'"),
-    "array on one line": (json.dumps(PLAIN).encode(), "a JSON array with 'messages'"),
-    "parquet of structs": (table(PLAIN), "Parquet with 'messages'"),
-    "parquet of sharegpt": (table(list(map(sharegpt, PLAIN))), "Parquet with 'conversations'"),
-    "parquet of JSON strings": (
-        table([{"messages": json.dumps(row["messages"])} for row in PLAIN]),
-        "Parquet with 'messages'",
+    "sharegpt.jsonl": (lines(map(sharegpt, PLAIN)), "JSON lines with 'conversations'"),
+    "alpaca.json": (json.dumps(ALPACA).encode(), "a JSON array with 'instruction' and 'output'"),
+    "array.json": (json.dumps(PLAIN, indent=2).encode(), "a JSON array with 'messages'"),
+    "array-on-one-line.txt": (json.dumps(PLAIN).encode(), "a JSON array with 'messages'"),
+    "structs.parquet": (table(PLAIN), "Parquet with 'messages'"),
+    "sharegpt.parquet": (table(list(map(sharegpt, PLAIN))), "Parquet with 'conversations'"),
+    "strings.parquet": (table(OF_STRINGS), "Parquet with 'messages'"),
+    "answers.parquet": (table(ANSWERED), "Parquet with 'prompt' and 'completion'"),
+    "alpaca.parquet": (table(ALPACA), "Parquet with 'instruction' and 'output'"),
+    "answers.csv": (sheet(ANSWERED), "CSV with 'prompt' and 'completion'"),
+    "alpaca.CSV": (sheet(ALPACA), "CSV with 'instruction' and 'output'"),
+    "messages.csv": (sheet(OF_STRINGS), "CSV with 'messages'"),
+    "messages.jsonl.gz": (gzip.compress(lines(PLAIN)), "JSON lines with 'messages'"),
+    "answers.csv.gz": (
+        gzip.compress(sheet(ANSWERED)),
+        "CSV with 'prompt' and 'completion'",
     ),
-    "parquet of strings": (
-        table([{"prompt": a, "completion": b} for a, b, _ in PAIRS]),
-        "Parquet with 'prompt' and 'completion'",
-    ),
+    "structs.gz": (gzip.compress(table(PLAIN)), "Parquet with 'messages'"),
 }
+CHOSEN = [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in PAIRS]
+WHOLE = [
+    {"chosen": chat(a, b)["messages"], "rejected": chat(a, c)["messages"]} for a, b, c in PAIRS
+]
 PREFERENCES = {
-    "strings": lines([{"prompt": a, "chosen": b, "rejected": c} for a, b, c in PAIRS]),
-    "whole conversations": lines(
-        [
-            {"chosen": chat(a, b)["messages"], "rejected": chat(a, c)["messages"]}
-            for a, b, c in PAIRS
-        ]
-    ),
-    "messages behind a prompt": lines(
+    "strings.jsonl": lines(CHOSEN),
+    "strings.csv": sheet(CHOSEN),
+    "whole-conversations.jsonl": lines(WHOLE),
+    "messages-behind-a-prompt.jsonl": lines(
         [{"prompt": user(a), "chosen": assistant(b), "rejected": assistant(c)} for a, b, c in PAIRS]
     ),
-    "whole conversations beside a prompt": lines(
-        [
-            {"prompt": a, "chosen": chat(a, b)["messages"], "rejected": chat(a, c)["messages"]}
-            for a, b, c in PAIRS
-        ]
+    "whole-conversations-beside-a-prompt.jsonl": lines(
+        [{"prompt": a, **row} for (a, *_), row in zip(PAIRS, WHOLE, strict=True)]
     ),
-    "parquet of JSON strings": table(
-        [
-            {
-                "chosen": json.dumps(chat(a, b)["messages"]),
-                "rejected": json.dumps(chat(a, c)["messages"]),
-            }
-            for a, b, c in PAIRS
-        ]
+    "strings.parquet": table([{k: json.dumps(v) for k, v in row.items()} for row in WHOLE]),
+    "openai.jsonl": lines(map(openai, CHOSEN)),
+    "openai.parquet": table(list(map(openai, CHOSEN))),
+    "alpaca.jsonl": lines(
+        [{"instruction": a, "input": "", "chosen": b, "rejected": c} for a, b, c in PAIRS]
     ),
 }
 
@@ -110,13 +125,14 @@ PREFERENCES = {
 @pytest.fixture(scope="module")
 def scored(models, tmp_path_factory):
     """Scores the content of a file: the rows of tokens.parquet and of chats.parquet."""
-    from fusedrl.scoring import score_chats
 
-    def run(content):
+    def run(content, name="chats"):
         folder = tmp_path_factory.mktemp("scored")
-        (folder / "chats").write_bytes(content)
-        score_chats(folder / "chats", models.policy, models.reference, folder / "out")
-        return [rows(folder / "out" / name) for name in ("tokens.parquet", "chats.parquet")]
+        (folder / name).write_bytes(content)
+        score_chats(folder / name, models.policy, models.reference, folder / "out")
+        found = [rows(folder / "out" / name) for name in ("tokens.parquet", "chats.parquet")]
+        assert {row.pop("file") for table in found for row in table} == {str(folder / name)}
+        return found
 
     return run
 
@@ -129,15 +145,15 @@ def plain(scored):
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_format_scores_as_plain_messages(scored, plain, tmp_path, name):
     content, said = SINGLE[name]
-    assert scored(content) == plain
-    path = tmp_path / "chats"
+    assert scored(content, name) == plain
+    path = tmp_path / name
     path.write_bytes(content)
     assert survey(read_records(path)) == (3, said)
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_both_answers_of_a_preference_score_as_plain_messages(scored, plain, name):
-    tokens, _ = scored(PREFERENCES[name])
+    tokens, _ = scored(PREFERENCES[name], name)
     worse, _ = scored(lines([chat(a, c) for a, _, c in PAIRS]))
     for answer, expected in (("chosen", plain[0]), ("rejected", worse)):
         own = [row for row in tokens if row["answer"] == answer]
@@ -164,46 +180,216 @@ def test_a_prompt_is_read_and_not_scored(scored):
 
 
 def test_a_system_prompt_of_its_own_is_read(scored):
-    row = {**sharegpt(PLAIN[0]), "system": "Be brief."}
-    assert scored(lines([row])) == scored(lines([chat(ASKED[0], SAID[0], system="Be brief.")]))
+    same = [{**row, "system": "Be brief."} for row in (sharegpt(PLAIN[0]), PLAIN[0], ALPACA[0])]
+    expected = chat(ASKED[0], SAID[0], system="Be brief.")
+    assert scored(lines(same)) == scored(lines([expected] * 3))
 
 
-@pytest.mark.parametrize("name", ["messages", "array", "parquet of structs"])
+def test_alpacas_input_and_history_are_read_and_not_scored(scored):
+    row = {
+        **{"instruction": "Add.", "input": "2 and 2", "output": "4", "system": "Be brief."},
+        "history": [["Hi", "Hello!"], ["Add 1 and 1", "2"]],
+    }
+    turns = ("Hi", "Hello!", "Add 1 and 1", "2", "Add.\n2 and 2")
+    whole = chat(*turns, "4", system="Be brief.")["messages"]
+    assert scored(lines([row])) == scored(lines([{"prompt": whole[:-1], "completion": "4"}]))
+    assert scored(table([row])) == scored(lines([row]))
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss_mask"])
+@pytest.mark.parametrize("off", [0, 0.0, False])
+def test_a_message_of_no_weight_is_read_and_not_scored(scored, key, off):
+    whole = chat("Hi", "Hello!", "2 + 2?", "4")["messages"]
+    later = scored(lines([{"prompt": whole[:3], "completion": whole[3:]}]))
+    weighed = [{**m, key: weight} for m, weight in zip(whole, (1, off, 0, 1), strict=True)]
+    assert scored(lines([{"messages": weighed}])) == later
+    words = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": words[m["role"]], "value": m["content"], key: m[key]} for m in weighed]
+    assert scored(lines([{"conversations": turns}])) == later
+    log_probs = [-1.0] * len(later[0])
+    tokens, _ = scored(lines([{"messages": weighed, "rollout_log_probs": log_probs}]))
+    assert [row["rollout_log_prob"] for row in tokens] == log_probs
+
+
+def test_several_files_and_patterns_are_read_in_order_and_once(score, tmp_path, capsys):
+    for name, found in (("b.jsonl", PLAIN[:2]), ("a.jsonl", PLAIN[2:]), ("[c].jsonl", PLAIN[:1])):
+        (tmp_path / name).write_bytes(lines(found))
+    (tmp_path / "empty.jsonl").touch()
+    code, out = score(tmp_path / "[c].jsonl", tmp_path / "b.jsonl", tmp_path / "?*.jsonl")
+    assert code == 0
+    said = [(row["file"], row["chat"]) for row in rows(out / "chats.parquet")]
+    c, b, a = (str(tmp_path / name) for name in ("[c].jsonl", "b.jsonl", "a.jsonl"))
+    assert said == [(c, 1), (b, 1), (b, 2), (a, 1)]
+    printed = capsys.readouterr()
+    assert "4 files: JSON lines with 'messages'" in printed.err
+    assert "b.jsonl:2" in printed.out
+    assert "b.jsonl:2" in (out / "report.html").read_text()
+    assert str(tmp_path) not in (out / "report.html").read_text()
+
+
+def test_a_limit_is_of_rows_from_the_first(score, tmp_path, capsys):
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(lines(PLAIN[:2]) + b"\n{")
+    code, out = score(path, "--limit", 2)
+    assert code == 0
+    assert [row["chat"] for row in rows(out / "chats.parquet")] == [1, 2]
+    assert score(path, path.parent, "--limit", 2)[0] == 0  # the folder is never read
+    assert score(path, tmp_path / "none.jsonl", "--limit", 2)[0] == 2
+    assert score(path, "--limit", 0)[0] == 2
+    assert "limit: expected at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_script_gets_the_summary_as_one_line_of_json(score, tmp_path, capsys):
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(PREFERENCES["strings.jsonl"] + b"\n{")
+    code, out = score(path, "--json", "--forward-kl")
+    assert code == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    figures, tokens = json.loads(line), rows(out / "tokens.parquet")
+    assert (figures["chats"], figures["skipped"], figures["tokens"]) == (6, 1, len(tokens))
+    columns = {"kl_mean": "kl", "kl_forward_mean": "kl_forward", "entropy_mean": "entropy"}
+    for name, column in columns.items():
+        mean = sum(row[column] for row in tokens) / len(tokens)
+        assert figures[name] == pytest.approx(mean, rel=1e-6)
+    worse = [row["kl"] for row in tokens if row["answer"] == "rejected"]
+    assert figures["rejected"]["chats"] == 3
+    assert figures["rejected"]["kl_mean"] == pytest.approx(sum(worse) / len(worse), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages.jsonl", "array.json", "structs.parquet", "messages.jsonl.gz"]
+)
 def test_standard_input_is_read(scored, plain, models, tmp_path, monkeypatch, capsys, name):
     from fusedrl.cli import main
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(SINGLE[name][0])))
     pair = ["--policy", models.policy, "--reference", models.reference]
     assert main(["score", "-", *pair, "--out", str(tmp_path / "out")]) == 0
-    assert rows(tmp_path / "out" / "tokens.parquet") == plain[0]
+    tokens = rows(tmp_path / "out" / "tokens.parquet")
+    assert {row.pop("file") for row in tokens} == {"<stdin>"}
+    assert tokens == plain[0]
     assert f"<stdin>: {SINGLE[name][1]}" in capsys.readouterr().err
 
 
-BAD = {
+BYE = chat("Bye", "Bye.")["messages"]
+CALL = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+# Rows that are refused: what is said of them, and what becomes of them by the advice.
+REFUSED = {
     "from nobody": (
-        {"conversations": [{"from": "narrator", "value": "x"}]},
-        r"conversations\[0\].from: expected one of human, user, gpt",
+        {"conversations": [{"from": "bot", "value": "x"}]},
+        r"conversations\[0\].from: expected one of human, user, gpt.*; rename it",
+        [{"conversations": [{"from": "human", "value": "y"}, {"from": "gpt", "value": "x"}]}],
+    ),
+    "other keys": (
+        {"question": "Hi", "answer": "Hello!"},
+        'expected .*{"prompt", "completion"}.* got {.*question.*; rename its keys',
+        [{"prompt": "Hi", "completion": "Hello!"}],
     ),
     "an answer without its prompt": (
         {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello!", "rejected": "no"},
-        "chosen: expected a list of messages, ",
+        r'chosen: expected a list of messages, as in {"chosen": \[...\]}',
+        [{"chosen": chat("Hi", "Hello!")["messages"], "rejected": chat("Hi", "no")["messages"]}],
     ),
     "a conversation behind another prompt": (
-        {"prompt": "Hi", "completion": chat("Bye", "Bye.")["messages"]},
-        "completion: expected what follows the prompt",
+        {"prompt": "Hi", "completion": BYE},
+        'completion: expected what follows the prompt.*; write whole conversations as "messages"',
+        [{"prompt": "Hi", "messages": BYE}],
+    ),
+    "two conversations behind another prompt": (
+        {"prompt": "Hi", "chosen": BYE, "rejected": BYE},
+        'write whole conversations as "chosen" and "rejected" without a prompt',
+        [{"chosen": BYE, "rejected": BYE}],
+    ),
+    "OpenAI's of whole conversations": (
+        {
+            "input": {"messages": user("Hi")},
+            **{"preferred_output": BYE, "non_preferred_output": BYE},
+        },
+        'write whole conversations as "chosen" and "rejected" without a prompt',
+        [{"chosen": BYE, "rejected": BYE}],
+    ),
+    "OpenAI's without its messages": (
+        {
+            **{"input": "Hi", "preferred_output": assistant("a")},
+            "non_preferred_output": assistant("b"),
+        },
+        r'input: expected {"messages": \[...\]}, got .Hi.',
+        [
+            {
+                **{"input": {"messages": user("Hi")}, "preferred_output": assistant("a")},
+                "non_preferred_output": assistant("b"),
+            }
+        ],
     ),
     "log-probs beside two answers": (
         {"prompt": "a", "chosen": "b", "rejected": "c", "rollout_log_probs": [-1.0]},
-        "rollout_log_probs: expected none beside two answers",
+        "rollout_log_probs: expected none beside two answers.*; write each answer as a row of its",
+        [{"prompt": "a", "completion": "b", "rollout_log_probs": [-1.0, -1.0]}],
+    ),
+    "history that is no list of pairs": (
+        {"instruction": "a", "output": "b", "history": ["Hi", "Hello!"]},
+        "history: expected pairs of question and answer, got 'Hi'",
+        [{"instruction": "a", "output": "b", "history": [["Hi", "Hello!"]]}],
+    ),
+    "an instruction that is no text": (
+        {"instruction": user("a"), "output": "b"},
+        "instruction, input: expected strings, got",
+        [{"instruction": "a", "output": "b"}],
+    ),
+    "a weight that is text": (
+        {"messages": [*user("a"), {**assistant("b")[0], "weight": "none"}]},
+        r"messages\[1\]: weight, train, loss_mask: expected 0 or 1, got \['none'\]",
+        [{"messages": [*user("a"), {**assistant("b")[0], "weight": 1}]}],
+    ),
+    "nothing that weighs": (
+        {"messages": [*user("a"), {**assistant("b")[0], "weight": 0}]},
+        "messages: no assistant turn",
+        [],
     ),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_row_that_no_format_has_is_refused(name):
-    row, said = BAD[name]
-    with pytest.raises(ScoreError, match=said):
-        parse_chats(Record("chats.jsonl:1", 1, lambda: row))
+def test_a_row_that_no_shape_fits_is_refused_with_advice_that_works(models, tmp_path):
+    advised = []
+    for row, said, instead in REFUSED.values():
+        with pytest.raises(ScoreError, match=said):
+            parse_chats(Record("chats.jsonl", 1, "JSON lines", lambda row=row: row))
+        advised += instead
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(lines(advised))
+    pair = models.policy, models.reference
+    summary = score_chats(path, *pair, tmp_path / "out", Settings(strict=True))
+    assert {row["chat"] for row in summary.rows} == set(range(1, len(advised) + 1))
+
+
+EMPTY = {"chats.jsonl": b"\n \n", "chats.csv": b"", "chats.json": b"[]"}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
+def test_an_empty_file_is_said_to_be_empty(tmp_path, name, packed):
+    path = tmp_path / name
+    path.write_bytes(packed(EMPTY[name]))
+    with pytest.raises(ScoreError, match=f"{name}: the file is empty"):
+        read_records(path)
+    with pytest.raises(ScoreError, match="2 files: all of them are empty"):
+        read_records([path, tmp_path / "chats*", "/dev/null"])
+
+
+BROKEN = {
+    "cut.jsonl.gz": gzip.compress(lines(PLAIN))[:-9],
+    "other.gz": b"\x1f\x8b but not really",
+    "cells.csv": b"prompt,completion\na,b,c\n",
+    "twice.csv": b"prompt,prompt,completion\na,b,c\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(BROKEN[name])
+    with pytest.raises(ScoreError, match=rf"chats: cannot read .*{name}: .*; check the path"):
+        read_records(path)
 
 
 @pytest.mark.parametrize("end", [b"", b"{", b" x]", b'{"messages": 5} 7]', b"5] x"])

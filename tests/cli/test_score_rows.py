@@ -183,8 +183,7 @@ def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys
 
 FOREIGN = {
     "utf-16": "\n".join([json.dumps(GOOD)] * 3).encode("utf-16"),
-    "gzip": gzip.compress(line_of(GOOD)),
-    "nothing": b"",
+    "gzip of something else": gzip.compress(b"a\nb"),
 }
 
 
@@ -210,7 +209,8 @@ def test_parquet_input_gives_the_same_tables(score, tmp_path):
     from_jsonl = rows(out / "chats.parquet")
     code, out = score(path)
     assert code == 0
-    assert rows(out / "chats.parquet") == from_jsonl
+    expected = [{**row, "file": str(path)} for row in from_jsonl]
+    assert rows(out / "chats.parquet") == expected
 
 
 def table_of(path, **columns):

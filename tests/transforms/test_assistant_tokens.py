@@ -82,7 +82,7 @@ def data_of(messages: Messages) -> TensorDict:
 
 
 def scored(messages: Messages, tokenizer: Any, template: str | None) -> TokenizedChat:
-    return tokenize_chat(Chat("chats.jsonl:1", 1, messages, None), tokenizer, template)
+    return tokenize_chat(Chat("chats.jsonl", 1, messages, None), tokenizer, template)
 
 
 def words(tokenized: TokenizedChat) -> str:

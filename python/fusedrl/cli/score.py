@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     parser.add_argument(
         "chats",
-        help="a file of JSON lines, a JSON array or Parquet, - for standard input; rows with "
-        "messages, prompt and completion, conversations, or chosen and rejected",
+        nargs="+",
+        help="files of JSON lines, a JSON array, Parquet or CSV, also with gzip; - for standard "
+        "input; rows with messages, conversations, prompt and completion, instruction and output, "
+        "or chosen and rejected",
     )
     model = {"required": True, "metavar": "MODEL"}
     parser.add_argument("--policy", **model, help="folder of the policy, or its name on the hub")
@@ -108,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the most tokens of a chat (default: the models' max_position_embeddings)",
     )
     parser.add_argument(
+        "--limit",
+        type=int,
+        default=defaults.limit,
+        metavar="N",
+        help="score the first N rows of the input",
+    )
+    parser.add_argument(
         "--report-chats",
         type=int,
         default=defaults.report_chats,
@@ -127,16 +136,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stop at the first chat that cannot be scored, instead of leaving it out",
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary as one line of JSON, for a script"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Score, with progress on stderr and the summary on stdout; returns the exit code."""
     options = {name: getattr(args, name) for name in Settings.__dataclass_fields__}
-    return score_and_print(args.chats, args.policy, args.reference, args.out, options)
+    models = args.policy, args.reference
+    return score_and_print(args.chats, *models, args.out, options, as_json=args.json)
 
 
 def score_and_print(
-    chats: str | Path, policy: str, reference: str, out: Path, options: dict[str, Any]
+    chats: str | Path | Sequence[str],
+    policy: str,
+    reference: str,
+    out: Path,
+    options: dict[str, Any],
+    *,
+    as_json: bool = False,
 ) -> int:
     """Run the job as the command does; ``options`` are those of :class:`Settings`.
 
@@ -146,7 +165,7 @@ def score_and_print(
     try:
         settings = Settings(**options)
         # Before the imports, which take seconds.
-        records = read_records(chats)
+        records = read_records(chats, settings.limit)
         found = survey(records)
         print(f"{records.name}: {found.format}", file=sys.stderr)
         from transformers.utils.logging import disable_progress_bar
@@ -167,34 +186,40 @@ def score_and_print(
     except ScoreError as error:
         print(f"score: {error}", file=sys.stderr)
         return 2
-    _print_summary(summary, out, settings)
+    if as_json:
+        from fusedrl.scoring.report import plain
+
+        print(json.dumps(plain(summary.figures(), digits=17)))
+    else:
+        _print_summary(summary, out, settings)
     return 1 if summary.skipped else 0
 
 
 def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
-    from fusedrl.scoring.report import drift
+    from fusedrl.scoring.report import base, drift
 
-    console = Console()
+    console, figures = Console(), summary.figures()
+    several = len({row["file"] for row in summary.rows}) > 1
     table = Table(title="most-drifted chats", title_justify="left")
     for heading in ("chat (line)", "scored tokens", "total KL", "mean KL", "mean entropy"):
         table.add_column(heading, justify="right")
     for row in sorted(summary.rows, key=drift, reverse=True)[:10]:
+        file = f"{base(row['file'])}:" if several else ""
         table.add_row(
-            f"{row['chat']} {row['answer'] or ''}".rstrip(),
+            f"{file}{row['chat']} {row['answer'] or ''}".rstrip(),
             str(row["scored_tokens"]),
             f"{row['kl_total']:.3f}",
             f"{row['kl_mean']:.4f}",
             f"{row['entropy_mean']:.3f}",
         )
     console.print(table)
-    tokens = sum(row["scored_tokens"] for row in summary.rows)
     left_out = " (left out, see above)" if summary.skipped else ""
     for line in (
-        f"{_count(len(summary.rows), 'chat')} scored, {len(summary.skipped)} skipped{left_out}, "
-        f"{_count(tokens, 'token')}",
-        _means(summary, settings),
-        *_answer_lines(summary),
-        *_mismatch_line(summary, settings.rollout_bound),
+        f"{_count(figures['chats'], 'chat')} scored, {figures['skipped']} skipped{left_out}, "
+        f"{_count(figures['tokens'], 'token')}",
+        _means(figures, settings),
+        *_answer_lines(figures),
+        *_mismatch_line(figures, settings.rollout_bound),
         *_report_line(summary, settings),
         f"{out / 'report.html'}, {out / 'chats.parquet'}, {out / 'tokens.parquet'}",
     ):
@@ -207,21 +232,20 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _means(summary: Summary, settings: Settings) -> str:
-    said = f"mean KL {summary.mean('kl_mean'):.4f} nats a token"
+def _means(figures: dict[str, Any], settings: Settings) -> str:
+    said = f"mean KL {figures['kl_mean']:.4f} nats a token"
     if settings.estimator:
         said += f" ({settings.estimator}, an estimate for tokens that the policy sampled)"
     if settings.forward_kl:
-        said += f", of the reference from the policy {summary.mean('kl_forward_mean'):.4f}"
-    entropies = [summary.mean(name) for name in ("entropy_mean", "reference_entropy_mean")]
+        said += f", of the reference from the policy {figures['kl_forward_mean']:.4f}"
+    entropies = figures["entropy_mean"], figures["reference_entropy_mean"]
     return f"{said}, mean entropy {entropies[0]:.3f} nats (reference {entropies[1]:.3f})"
 
 
-def _answer_lines(summary: Summary) -> Iterator[str]:
+def _answer_lines(figures: dict[str, Any]) -> Iterator[str]:
     for answer in ("chosen", "rejected"):
-        own = replace(summary, rows=[row for row in summary.rows if row["answer"] == answer])
-        if own.rows:
-            yield f"{answer}: {_count(len(own.rows), 'chat')}, mean KL {own.mean('kl_mean'):.4f}"
+        if own := figures.get(answer):
+            yield f"{answer}: {_count(own['chats'], 'chat')}, mean KL {own['kl_mean']:.4f}"
 
 
 def _report_line(summary: Summary, settings: Settings) -> Iterator[str]:
@@ -235,16 +259,11 @@ def _report_line(summary: Summary, settings: Settings) -> Iterator[str]:
         )
 
 
-def _mismatch_line(summary: Summary, bound: float) -> Iterator[str]:
-    from fusedrl.scoring.tables import mismatch_row
-
-    if summary.mismatch is None:
-        return
-    total = mismatch_row(summary.mismatch)
-    chats = sum(row["rollout_tokens"] is not None for row in summary.rows)
-    yield (
-        f"{_count(chats, 'chat')} with rollout log-probs: k1 {total['k1']:.4f}, k3 "
-        f"{total['k3']:.4f} nats a token, effective {total['ess']:.1f} of "
-        f"{total['tokens']} tokens, largest ratio {total['max_ratio']:.4g}, "
-        f"{total['clipped']:.2%} above {bound:g}"
-    )
+def _mismatch_line(figures: dict[str, Any], bound: float) -> Iterator[str]:
+    if total := figures.get("rollout"):
+        yield (
+            f"{_count(total['chats'], 'chat')} with rollout log-probs: k1 {total['k1']:.4f}, k3 "
+            f"{total['k3']:.4f} nats a token, effective {total['ess']:.1f} of "
+            f"{total['tokens']} tokens, largest ratio {total['max_ratio']:.4g}, "
+            f"{total['clipped']:.2%} above {bound:g}"
+        )

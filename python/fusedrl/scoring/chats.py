@@ -2,52 +2,110 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from reprlib import Repr
 from typing import Any, NamedTuple
 
 import pyarrow
 
 from fusedrl.scoring.errors import ChatError, ScoreError, reason
-from fusedrl.scoring.records import Record, Records
+from fusedrl.scoring.records import Record, Records, parsed
 
 Messages = list[dict[str, Any]]
 
 # A token that is certain may have a log-prob of this much above 0, by the rounding of an engine.
 _ROUNDING = 1e-3
-# What the keys of a row say of it, in the order in which they are asked; the first that fits holds.
-_SHAPES = {
-    ("chosen", "rejected"): "'chosen' and 'rejected', which are both scored",
-    ("messages",): "'messages'",
-    ("conversations",): "'conversations'",
-    ("prompt", "completion"): "'prompt' and 'completion'",
-}
 # Who speaks, in the words of ShareGPT and in those of chat templates.
 _SPEAKERS = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "function_call"), "assistant"),
     "system": "system",
-    **dict.fromkeys(("tool", "observation"), "tool"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
+# What data sets say of a message that is not trained on, if it is 0 or false.
+_WEIGHTS = ("weight", "train", "loss_mask")
 
 
 class Chat(NamedTuple):
     """A checked conversation: every message has a ``role`` and, where it has content, text.
 
     ``rollout_log_probs`` are those that the engine reported, with NaN for tokens without one.
-    Turns before message ``start`` are a prompt, which is not scored. ``answer`` is ``"chosen"`` or
-    ``"rejected"`` for the two conversations of a preference.
+    ``context`` has the indices of messages that are read and not scored, such as a prompt's.
+    ``answer`` is ``"chosen"`` or ``"rejected"`` for the two conversations of a preference.
     """
 
-    where: str
+    file: str
     line: int
     messages: Messages
-    tools: list[Any] | None
+    tools: list[Any] | None = None
     rollout_log_probs: list[float] | None = None
-    start: int = 0
+    context: frozenset[int] = frozenset()
     answer: str | None = None
+
+    @property
+    def where(self) -> str:
+        """What errors call the chat."""
+        return f"{self.file}:{self.line}" + (f" ({self.answer})" if self.answer else "")
+
+
+class _Turn(NamedTuple):
+    """A message, and whether it is scored if the assistant said it."""
+
+    message: dict[str, Any]
+    scored: bool = True
+
+
+class _Shape(NamedTuple):
+    """A kind of rows: the keys that they have, and which of these are answers to which prompt."""
+
+    keys: tuple[str, ...]
+    answers: tuple[str, ...]
+    prompt: Callable[[dict[str, Any]], Any]
+
+
+def _prompt(row: dict[str, Any]) -> Any:
+    return _alpaca(row) if row.get("prompt") is None else row["prompt"]
+
+
+def _alpaca(row: dict[str, Any]) -> Any:
+    """What was asked before and at last, ``None`` in a row that has no instruction."""
+    if row.get("instruction") is None:
+        return None
+    turns = []
+    for pair in _json(row.get("history")) or ():
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"history: expected pairs of question and answer, got {_brief(pair)}")
+        roles = zip(("user", "assistant"), pair, strict=True)
+        turns += [{"role": role, "content": text} for role, text in roles]
+    parts = [part for part in (row["instruction"], row.get("input")) if part]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"instruction, input: expected strings, got {_brief(parts)}")
+    return [*turns, {"role": "user", "content": "\n".join(parts)}]
+
+
+def _input(row: dict[str, Any]) -> Any:
+    asked = _json(row["input"])
+    if not isinstance(asked, dict) or "messages" not in asked:
+        raise ValueError(f'input: expected {{"messages": [...]}}, got {_brief(asked)}')
+    return asked["messages"]
+
+
+# The first that fits holds.
+_SHAPES = (
+    _Shape(
+        ("input", "preferred_output", "non_preferred_output"),
+        ("preferred_output", "non_preferred_output"),
+        _input,
+    ),
+    _Shape(("chosen", "rejected"), ("chosen", "rejected"), _prompt),
+    _Shape(("messages",), ("messages",), lambda row: None),
+    _Shape(("conversations",), ("conversations",), lambda row: None),
+    _Shape(("prompt", "completion"), ("completion",), _prompt),
+    _Shape(("instruction", "output"), ("output",), _alpaca),
+)
 
 
 class Survey(NamedTuple):
@@ -70,8 +128,9 @@ def survey(records: Records) -> Survey:
         except ChatError as error:
             refused.append(error)
         else:
-            form = f"{records.format} with {_SHAPES[_shape(record.read())]}"
-            return Survey(len(records.rows) * len(chats), form)
+            keys = " and ".join(map(repr, _shape(record.read()).keys))
+            both = ", whose answers are both scored" if len(chats) > 1 else ""
+            return Survey(len(records.rows) * len(chats), f"{record.format} with {keys}{both}")
     raise nothing_to_score(records.name, refused)
 
 
@@ -96,78 +155,86 @@ def parse_chats(record: Record) -> list[Chat]:
         return _chats(record, row)
     except (ValueError, OverflowError) as error:
         raise ChatError(record.where, str(error)) from error
+    except RecursionError as error:
+        raise ChatError(record.where, reason(error)) from error
 
 
 def _chats(record: Record, row: Any) -> list[Chat]:
     """The chats of a row; a ``ValueError`` says what is wrong of it."""
-    keys = _shape(row)
-    tools = _json(row.get("tools")) or None
-    _check_objects("tools", tools)
-    rollout = _log_probs("rollout_log_probs", row.get("rollout_log_probs"))
-    if "chosen" not in keys:
-        messages, start = _conversation(row, keys[-1])
-        _check_assistant(keys[-1], messages, start)
-        return [Chat(record.where, record.line, messages, tools, rollout, start)]
-    if rollout is not None:
+    shape = _shape(row)
+    asked = shape.prompt(row)
+    prompt = None if asked is None else _unscored(_messages("prompt", asked, "user"))
+    said = [_conversation(row, key, prompt, len(shape.answers)) for key in shape.answers]
+    if prompt is None and len(said) > 1:
+        shared = _shared(*said)
+        said = [_unscored(turns[:shared]) + turns[shared:] for turns in said]
+    tools, log_probs = _tools(row), _log_probs("rollout_log_probs", row.get("rollout_log_probs"))
+    if log_probs is not None and len(said) > 1:
         raise ValueError(
             "rollout_log_probs: expected none beside two answers, got a list; write each answer as "
             "a row of its own"
         )
-    (chosen, at_chosen), (rejected, at_rejected) = (_conversation(row, key) for key in keys)
-    if row.get("prompt") is None:  # it is what the two have in common
-        longest = max(min(len(chosen), len(rejected)) - 1, 0)
-        differ = (i for i in range(longest) if _text(chosen[i]) != _text(rejected[i]))
-        at_chosen = at_rejected = next(differ, longest)
+    answers = ("chosen", "rejected") if len(said) > 1 else (None,)
     chats = []
-    for name, messages, start in zip(
-        keys, (chosen, rejected), (at_chosen, at_rejected), strict=True
-    ):
-        _check_assistant(name, messages, start)
-        where = f"{record.where} ({name})"
-        chats.append(Chat(where, record.line, messages, tools, None, start, name))
+    for key, answer, turns in zip(shape.answers, answers, said, strict=True):
+        _check_assistant(key, turns)
+        messages = [turn.message for turn in turns]
+        context = frozenset(i for i, turn in enumerate(turns) if not turn.scored)
+        place = record.file, record.line
+        chats.append(Chat(*place, messages, tools, log_probs, context, answer))
     return chats
 
 
-def _shape(row: Any) -> tuple[str, ...]:
-    for keys in _SHAPES:
-        if isinstance(row, dict) and all(row.get(key) is not None for key in keys):
-            return keys
+def _unscored(turns: Sequence[_Turn]) -> list[_Turn]:
+    return [turn._replace(scored=False) for turn in turns]
+
+
+def _shared(chosen: list[_Turn], rejected: list[_Turn]) -> int:
+    """How many messages two conversations begin with alike, besides the last of each."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    return len([*takewhile(lambda pair: _same(*pair), pairs)])
+
+
+def _shape(row: Any) -> _Shape:
+    for shape in _SHAPES:
+        if isinstance(row, dict) and all(row.get(key) is not None for key in shape.keys):
+            return shape
     raise ValueError(
-        'expected {"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"} or '
-        f'{{"chosen", "rejected"}}, got {_brief(row)}; rename its keys'
+        'expected {"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"}, '
+        '{"instruction", "output"} or {"chosen", "rejected"}, with or without a "prompt", '
+        f"got {_brief(row)}; rename its keys"
     )
 
 
-def _conversation(row: dict[str, Any], key: str) -> tuple[Messages, int]:
-    """The conversation under a key of a row, and how many of its messages are a prompt."""
-    whole = key in ("messages", "conversations")
-    prompt = None if whole else row.get("prompt")
-    if prompt is None:
-        messages, start = _messages(key, row[key]), 0
-    else:
-        asked = _messages("prompt", prompt, "user")
-        messages, start = _messages(key, row[key], "assistant"), len(asked)
-        if list(map(_text, messages[:start])) != list(map(_text, asked)):
-            if messages and messages[0]["role"] in ("user", "system"):
-                raise ValueError(
-                    f"{key}: expected what follows the prompt, or the whole conversation with the "
-                    f"prompt first, got a conversation that begins with {_brief(messages[0])}; "
-                    "leave out 'prompt'"
-                )
-            messages = asked + messages
+def _conversation(
+    row: dict[str, Any], key: str, prompt: list[_Turn] | None, answers: int
+) -> list[_Turn]:
+    """The conversation under a key of a row, with its prompt and its system message."""
+    turns = _messages(key, row[key], None if prompt is None else "assistant")
+    if prompt is not None:
+        begins = len(turns) >= len(prompt) and all(map(_same, turns, prompt))
+        if not begins and turns and turns[0].message["role"] in ("user", "system"):
+            whole = '"messages"' if answers == 1 else '"chosen" and "rejected" without a prompt'
+            raise ValueError(
+                f"{key}: expected what follows the prompt, or the whole conversation with the "
+                f"prompt first, got a conversation that begins with {_brief(turns[0].message)}; "
+                f"write whole conversations as {whole}"
+            )
+        turns = prompt + turns[len(prompt) if begins else 0 :]
     system = row.get("system")
-    begins = bool(messages) and messages[0]["role"] == "system"
-    if key == "messages" or begins or not isinstance(system, str) or not system:
-        return messages, start
-    return [{"role": "system", "content": system}, *messages], start + 1
+    begins = bool(turns) and turns[0].message["role"] == "system"
+    if begins or not isinstance(system, str) or not system:
+        return turns
+    return [_Turn({"role": "system", "content": system}), *turns]
 
 
-def _text(message: dict[str, Any]) -> tuple[Any, Any, Any]:
-    return message["role"], message.get("content"), message.get("tool_calls")
+def _same(one: _Turn, other: _Turn) -> bool:
+    keys = ("role", "content", "tool_calls")
+    return all(one.message.get(key) == other.message.get(key) for key in keys)
 
 
-def _check_assistant(name: str, messages: Messages, start: int) -> None:
-    roles = [message["role"] for message in messages[start:]]
+def _check_assistant(name: str, turns: Sequence[_Turn]) -> None:
+    roles = [turn.message["role"] for turn in turns if turn.scored]
     if "assistant" not in roles:
         raise ValueError(
             f"{name}: no assistant turn: the roles are {_brief(list(dict.fromkeys(roles)))}, and "
@@ -175,7 +242,7 @@ def _check_assistant(name: str, messages: Messages, start: int) -> None:
         )
 
 
-def _messages(name: str, value: Any, speaker: str | None = None) -> Messages:
+def _messages(name: str, value: Any, speaker: str | None = None) -> list[_Turn]:
     """A list of messages, which may be written as JSON; a string is what ``speaker`` says."""
     found = _json(value)
     if found and isinstance(found, list) and all(map(_says_who_speaks, found)):
@@ -186,34 +253,71 @@ def _messages(name: str, value: Any, speaker: str | None = None) -> Messages:
         raise ValueError(
             f'{name}: expected a list of messages, as in {{"{name}": [...]}}, got {_brief(value)}'
         )
-    return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
+    return [_turn(f"{name}[{i}]", message) for i, message in enumerate(value)]
 
 
 def _says_who_speaks(item: Any) -> bool:
     return isinstance(item, dict) and ("role" in item or "from" in item)
 
 
-def _message(name: str, message: Any) -> dict[str, Any]:
-    if isinstance(message, dict) and message.get("role") is None and "from" in message:
-        speaker = message["from"]
-        if speaker not in list(_SPEAKERS):
-            known = ", ".join(_SPEAKERS)
-            raise ValueError(
-                f"{name}.from: expected one of {known}, got {_brief(speaker)}; rename it"
-            )
-        message = {"role": _SPEAKERS[speaker], "content": message.get("value")}
+def _turn(name: str, given: Any) -> _Turn:
+    """A message in the words of chat templates."""
+    # A Parquet struct has every key in every message; templates expect absent keys to be absent.
+    message = _without_nulls(given)
+    if isinstance(message, dict) and "role" not in message and "from" in message:
+        message = _from_sharegpt(name, message)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f'{name}: expected {{"role", "content"}}, got {_brief(message)}')
-    content, calls = message.get("content"), message.get("tool_calls")
-    _check_objects(f"{name}.tool_calls", calls)
+        raise ValueError(f'{name}: expected {{"role", "content"}}, got {_brief(given)}')
+    if message["role"] == "function":  # OpenAI's first name for it
+        message["role"] = "tool"
+    weights = [message.pop(key) for key in _WEIGHTS if key in message]
+    if not all(isinstance(weight, int | float) for weight in weights):
+        raise ValueError(f"{name}: {', '.join(_WEIGHTS)}: expected 0 or 1, got {_brief(weights)}")
+    if "function_call" in message:
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    _check_calls(f"{name}.tool_calls", message)
+    content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_text_of_part(f"{name}.content", part) for part in content)
-    elif content is None and not calls:
+        message["content"] = "".join(_text_of_part(f"{name}.content", part) for part in content)
+    elif content is None and "tool_calls" not in message:
         raise ValueError(f"{name}: no content and no tool_calls")
     elif not isinstance(content, str | None):
         raise ValueError(f"{name}.content: expected a string, got {_brief(content)}")
-    # A Parquet struct has every key in every message; templates expect absent keys to be absent.
-    return {k: v for k, v in (message | {"content": content}).items() if v is not None}
+    return _Turn(message, all(weights))
+
+
+def _from_sharegpt(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    speaker, value = message.pop("from"), message.pop("value", None)
+    if speaker not in list(_SPEAKERS):
+        known = ", ".join(_SPEAKERS)
+        raise ValueError(f"{name}.from: expected one of {known}, got {_brief(speaker)}; rename it")
+    if speaker != "function_call":
+        return {**message, "role": _SPEAKERS[speaker], "content": value}
+    calls = _json(value)
+    functions = calls if isinstance(calls, list) else [calls]
+    calls = [{"type": "function", "function": function} for function in functions]
+    return {**message, "role": _SPEAKERS[speaker], "tool_calls": calls}
+
+
+def _check_calls(name: str, message: dict[str, Any]) -> None:
+    """Refuse calls that no template can render; an empty list is left out."""
+    calls = message.get("tool_calls")
+    _check_objects(name, calls)
+    if not calls:
+        message.pop("tool_calls", None)
+    for i, call in enumerate(calls or ()):
+        called = call.get("function", call)
+        arguments = called.get("arguments", {}) if isinstance(called, dict) else called
+        if not isinstance(arguments_of(arguments), dict):
+            raise ValueError(
+                f"{name}[{i}]: expected a name and arguments, which are an object or its JSON, "
+                f"got {_brief(call)}; correct the call, or leave out the row"
+            )
+
+
+def arguments_of(value: Any) -> Any:
+    """The arguments of a tool call as an object, where they are written as JSON."""
+    return {} if value == "" else _json(value)
 
 
 def _text_of_part(name: str, part: Any) -> str:
@@ -223,6 +327,18 @@ def _text_of_part(name: str, part: Any) -> str:
     return text
 
 
+def _tools(row: dict[str, Any]) -> list[Any] | None:
+    """What the assistant could call, where OpenAI and others write it."""
+    asked = _json(row.get("input"))
+    given = [row.get("tools"), asked.get("tools") if isinstance(asked, dict) else None]
+    tools = next(filter(None, map(_json, given)), None)
+    if tools is None and (functions := _json(row.get("functions"))):
+        _check_objects("functions", functions)
+        tools = [{"type": "function", "function": function} for function in functions]
+    _check_objects("tools", tools)
+    return _without_nulls(tools)
+
+
 def _check_objects(name: str, value: Any) -> None:
     """Refuse what is neither ``None`` nor a list of JSON objects."""
     items = [] if value is None else value
@@ -230,8 +346,16 @@ def _check_objects(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a list of objects, got {_brief(value)}")
 
 
+def _without_nulls(value: Any) -> Any:
+    """``value`` without keys that are null, which Arrow gives to a row because another has them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
 def _log_probs(name: str, value: Any) -> list[float] | None:
-    if value is None:
+    value = _json(value)
+    if value is None or value == "":  # as in a column of CSV
         return None
     if not isinstance(value, list):
         raise ValueError(f"{name}: expected a list of numbers, got {_brief(value)}")
@@ -249,7 +373,7 @@ def _json(value: Any) -> Any:
     """What a string holds as JSON, or the value as it is."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
-            return json.loads(value)
+            return parsed(value)
     return value
 
 

@@ -18,6 +18,7 @@ class ChatError(ScoreError):
     def __init__(self, where: str, problem: str) -> None:
         """``where`` is ``file:line``."""
         super().__init__(f"{where}: {problem}")
+        self.where = printable(where)
 
 
 def printable(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from fusedrl.scoring.pretrained import ModelPair, load_pair, read_template
 from fusedrl.scoring.records import Records, read_records
 from fusedrl.scoring.report import HtmlReport
 from fusedrl.scoring.settings import Settings
-from fusedrl.scoring.tables import Tables
+from fusedrl.scoring.tables import Tables, mismatch_row
 from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
 # So many chats are scored together and share forward passes.
@@ -41,14 +41,32 @@ class Summary:
     mismatch: Mismatch | None = None
     shown: int = 0
 
-    def mean(self, column: str) -> float:
-        """Mean over all scored tokens of a per-chat mean such as ``"kl_mean"``."""
-        weights = [row["scored_tokens"] for row in self.rows]
-        return float(numpy.average([row[column] for row in self.rows], weights=weights))
+    def mean(self, column: str, rows: Sequence[dict[str, Any]] | None = None) -> float:
+        """Mean over all scored tokens, of all chats or of some, of a column such as ``kl_mean``."""
+        rows = self.rows if rows is None else rows
+        weights = [row["scored_tokens"] for row in rows]
+        return float(numpy.average([row[column] for row in rows], weights=weights))
+
+    def figures(self) -> dict[str, Any]:
+        """The figures over all chats by name, as ``fusedrl score --json`` prints them."""
+        means = ("kl_mean", "kl_forward_mean", "entropy_mean", "reference_entropy_mean")
+        figures = {
+            "chats": len(self.rows),
+            "skipped": len(self.skipped),
+            "tokens": sum(row["scored_tokens"] for row in self.rows),
+            **{name: self.mean(name) for name in means if self.rows[0][name] is not None},
+        }
+        for answer in ("chosen", "rejected"):
+            if own := [row for row in self.rows if row["answer"] == answer]:
+                figures[answer] = {"chats": len(own), "kl_mean": self.mean("kl_mean", own)}
+        if self.mismatch is not None:
+            chats = sum(row["rollout_tokens"] is not None for row in self.rows)
+            figures["rollout"] = {"chats": chats, **mismatch_row(self.mismatch)}
+        return figures
 
 
 def score_chats(
-    chats: str | Path | Records,
+    chats: str | Path | Sequence[str | Path] | Records,
     policy: str,
     reference: str,
     out: str | Path,
@@ -65,10 +83,10 @@ def score_chats(
     leaves that directory behind.
 
     Args:
-        chats: a file of JSON lines, a JSON array or Parquet; ``"-"`` for standard input. Rows are
-            ``{"messages": [{"role", "content"}, ...]}``, ``{"prompt", "completion"}``,
-            ``{"chosen", "rejected"}`` with or without a ``"prompt"``, or ``{"conversations":
-            [{"from", "value"}, ...]}``. An optional ``"rollout_log_probs"`` has the engine's
+        chats: files of JSON lines, a JSON array, Parquet or CSV, with or without gzip, or patterns
+            that name them; ``"-"`` for standard input. Rows are
+            ``{"messages": [{"role", "content"}, ...]}``, ``{"prompt", "completion"}``, ShareGPT's,
+            Alpaca's, or pairs of answers. An optional ``"rollout_log_probs"`` has the engine's
             log-prob of each scored token or of each token.
         policy: directory or hub name of the trained model.
         reference: directory or hub name of the model that it is compared with.
@@ -89,7 +107,7 @@ def score_chats(
         0.031
     """
     settings, out = settings or Settings(), Path(out)
-    records = chats if isinstance(chats, Records) else read_records(chats)
+    records = chats if isinstance(chats, Records) else read_records(chats, settings.limit)
     facts = {
         "chats": records.name,
         "format": survey(records).format,
@@ -99,7 +117,7 @@ def score_chats(
         "temperature": f"{settings.temperature:g}",
     }
     template = read_template(settings.chat_template)
-    inputs = [path for path in (records.path, settings.chat_template) if path is not None]
+    inputs = [*records.paths, *([settings.chat_template] if settings.chat_template else [])]
     summary = Summary()
 
     def skip(error: ChatError) -> None:

@@ -1,95 +1,161 @@
-"""The rows of an input file: JSON lines, a JSON array or Parquet, told apart by content."""
+"""The rows of input files: JSON lines, a JSON array, Parquet or CSV, each of them also gzipped."""
 
 from __future__ import annotations
 
 import codecs
+import glob
+import gzip
 import io
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 
 from fusedrl.scoring.errors import ScoreError, printable, reason
 
+Reader = Callable[[], Any]
 # What is read of Parquet, where it has any of them.
 COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "chosen", "rejected"),
-    *("system", "tools", "rollout_log_probs"),
+    *("instruction", "input", "output", "history", "preferred_output", "non_preferred_output"),
+    *("system", "tools", "functions", "rollout_log_probs"),
 )
+_UNREADABLE = (OSError, EOFError, ValueError, RecursionError, zlib.error, pyarrow.ArrowException)
 
 
 class Record(NamedTuple):
     """A row of the input, unchecked; ``read`` parses it, and raises what the parser raises.
 
-    ``line`` counts from 1: lines, elements of an array, or rows of Parquet.
+    ``line`` counts from 1 in its file: lines, elements of an array, or rows of a table.
     """
 
-    where: str
+    file: str
     line: int
-    read: Callable[[], Any]
+    format: str
+    read: Reader
+
+    @property
+    def where(self) -> str:
+        """The file and the line."""
+        return f"{self.file}:{self.line}"
 
 
 class Records(NamedTuple):
-    """All rows of an input, which is read once; ``path`` is ``None`` for standard input."""
+    """The rows of all files, each of which is read once; standard input has no path."""
 
-    path: Path | None
-    format: str
+    paths: list[Path]
+    name: str  # what errors call the input
     rows: list[Record]
 
-    @property
-    def name(self) -> str:
-        """What errors call the input."""
-        return "<stdin>" if self.path is None else printable(str(self.path))
 
+def read_records(chats: str | Path | Sequence[str | Path], limit: int | None = None) -> Records:
+    """The rows of files; of JSON lines those that are not blank.
 
-def read_records(chats: str | Path) -> Records:
-    """The rows of a file; of JSON lines those that are not blank. ``-`` is standard input.
+    Args:
+        chats: one or more paths, or patterns such as ``"data/*.jsonl"``; ``"-"`` is standard input.
+        limit: how many rows are read; ``None`` for all.
 
     Raises:
-        ScoreError: the file cannot be read.
+        ScoreError: a file cannot be read, or there is no row.
     """
-    path = None if str(chats) == "-" else Path(chats)
-    name = Records(path, "", []).name
+    given = [chats] if isinstance(chats, str | Path) else chats
+    found = [*dict.fromkeys(path for one in given for path in _matching(one))]
+    rows = list(islice((row for path in found for row in _rows_of(path)), limit))
+    names = [*map(_name, found)]
+    name = names[0] if len(names) == 1 else f"{len(names)} files"
+    if not rows:
+        empty = "the file is empty" if len(names) == 1 else "all of them are empty"
+        raise ScoreError(f"{name}: {empty}; pass one that has chats")
+    return Records([path for path in found if path is not None], name, rows)
+
+
+def _matching(given: str | Path) -> list[Path | None]:
+    """The files that a path or a pattern names; ``None`` for standard input."""
+    if str(given) == "-":
+        return [None]
+    if os.path.lexists(given):
+        return [Path(given)]
+    found = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path's takes no absolute pattern)
+    if not found:
+        shown = printable(str(given))
+        raise ScoreError(f"chats: cannot read {shown}: no such file; check the path")
+    return [*map(Path, sorted(found))]
+
+
+def _name(path: Path | None) -> str:
+    return "<stdin>" if path is None else printable(str(path))
+
+
+def _rows_of(path: Path | None) -> Iterator[Record]:
     try:
         if path is None and sys.stdin is None:
             raise ValueError("standard input is closed")
         content = sys.stdin.buffer.read() if path is None else path.read_bytes()
-        if content.startswith(b"PAR1"):
-            form, readers = "Parquet", list(enumerate(_parquet(content), start=1))
-        elif content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-            form, elements = "a JSON array", _parsed(content)
-            readers = [(n, lambda row=row: row) for n, row in enumerate(elements, start=1)]
-        else:
-            form, lines = "JSON lines", enumerate(io.BytesIO(content), start=1)
-            bare = ((n, line.removeprefix(codecs.BOM_UTF8)) for n, line in lines)
-            readers = [(n, partial(_parsed, line)) for n, line in bare if line.strip()]
-    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
+        kind = "" if path is None else path.name.lower().removesuffix(".gz")
+        form, readers = _readers(content, kind.endswith(".csv"))
+    except _UNREADABLE as error:
         raise ScoreError(
-            f"chats: cannot read {name}: {reason(error)}; check the path, or write the file again"
+            f"chats: cannot read {_name(path)}: {reason(error)}; check the path, or write the file "
+            "again"
         ) from error
-    return Records(path, form, [Record(f"{name}:{n}", n, read) for n, read in readers])
+    return (Record(_name(path), n, form, read) for n, read in readers)
 
 
-def _parquet(content: bytes) -> Iterator[Callable[[], Any]]:
-    source = pyarrow.BufferReader(content)
-    table = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
-    columns = [name for name in table.schema_arrow.names if name in COLUMNS]
-    for batch in table.iter_batches(columns=columns or None):
-        yield from (partial(_row, batch, i) for i in range(len(batch)))
+def _readers(content: bytes, is_csv: bool) -> tuple[str, Iterable[tuple[int, Reader]]]:
+    """The format of a file, and how each of its rows is read."""
+    if content.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    if content.startswith(b"PAR1"):
+        source = pyarrow.BufferReader(content)
+        table = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
+        columns = [name for name in table.schema_arrow.names if name in COLUMNS]
+        return "Parquet", _rows_of_batches(table.iter_batches(columns=columns or None))
+    if is_csv and content.strip():
+        return "CSV", _rows_of_batches(_strings(content).to_batches())
+    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        elements = enumerate(parsed(content), start=1)
+        return "a JSON array", [(n, lambda row=row: row) for n, row in elements]
+    lines = enumerate(io.BytesIO(content), start=1)
+    bare = ((n, line.removeprefix(codecs.BOM_UTF8)) for n, line in lines)
+    return "JSON lines", [(n, partial(parsed, line)) for n, line in bare if line.strip()]
+
+
+def _rows_of_batches(batches: Iterable[pyarrow.RecordBatch]) -> list[tuple[int, Reader]]:
+    places = [(batch, i) for batch in batches for i in range(len(batch))]
+    return [(n, partial(_row, *place)) for n, place in enumerate(places, start=1)]
 
 
 def _row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
     return batch.slice(index, 1).to_pylist()[0]
 
 
-def _parsed(text: bytes) -> Any:
+def _strings(content: bytes) -> pyarrow.Table:
+    """A CSV file whose first line has the names of its columns; all values are strings."""
+    source = partial(pyarrow.BufferReader, content)
+    # One block: a row that is longer than a block would be refused.
+    block = pyarrow.csv.ReadOptions(block_size=min(len(content), 2**31 - 1))
+    quoted = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    names = pyarrow.csv.open_csv(source(), block, quoted).schema.names
+    if len(set(names)) < len(names):
+        raise ValueError("two columns have one name")
+    strings = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+    return pyarrow.csv.read_csv(source(), block, quoted, strings)
+
+
+def parsed(text: bytes | str) -> Any:
+    """A value of JSON; an object in which a key occurs twice raises a ``ValueError``."""
     # json takes bytes too, and guesses their encoding: a line of UTF-16 would be another text.
-    return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
+    string = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    return json.loads(string, object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

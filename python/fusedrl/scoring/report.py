@@ -90,20 +90,18 @@ class HtmlReport:
         for row, scored in self._kept:
             if budget <= 0:
                 break
-            said = {name: value for name, value in row.items() if value is not None}
+            said = {k: v for k, v in row.items() if v is not None and k != "file"}
             chats.append(said | _conversation(scored, views, budget))
             budget -= len(scored.positions)
         kl = numpy.concatenate(self._kl)
-        given = self._facts.get("chats", "")
-        folder = given.removesuffix(_base(given))
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
             Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
         )
         html = page.render(
-            facts={name: _base(value) for name, value in self._facts.items()},
+            facts={name: base(value) for name, value in self._facts.items()},
             views=views,
             chats=chats,
-            data=_plain(
+            data=plain(
                 {
                     "views": [view._asdict() for view in views],
                     "chats": chats,
@@ -113,7 +111,7 @@ class HtmlReport:
             mismatch=None if mismatch is None else mismatch_row(mismatch),
             rollout_bound=self._rollout_bound,
             rows=rows,
-            skipped=[str(error).replace(folder, "", 1) for error in skipped],
+            skipped=[str(error).replace(error.where, base(error.where), 1) for error in skipped],
             tokens=len(kl),
             kl_mean=float(kl.mean(dtype=numpy.float64)),
             entropy_mean=numpy.average(
@@ -153,14 +151,14 @@ class HtmlReport:
         return [View(k, name, _saturation(v), bool((v < 0).any())) for k, name, v in together]
 
 
-def _plain(value: Any) -> Any:
-    """``value`` for JSON, which has neither NaN nor infinities, with five digits, enough to see."""
+def plain(value: Any, digits: int = 5) -> Any:
+    """``value`` for JSON, which has neither NaN nor infinities; five digits are enough to see."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item, digits) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item, digits) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     return value
 
 
@@ -172,7 +170,7 @@ def drift(row: dict[str, Any]) -> float:
     return math.inf if math.isnan(row["kl_mean"]) else float(f"{abs(row['kl_mean']):.5g}")
 
 
-def _base(path: str) -> str:
+def base(path: str) -> str:
     """The last part of a path, which is what a reader needs of it."""
     return path.rstrip("/").rpartition("/")[2] or path
 
@@ -218,7 +216,7 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
         shown = _merged(cells[turn]) if turn in cells else None
         messages.append({"role": message["role"], "text": text, "cells": shown})
     return {
-        "where": _base(tokenized.chat.where),
+        "where": base(tokenized.chat.where),
         "messages": messages,
         "cut": max(len(scored.positions) - budget, 0),
     }

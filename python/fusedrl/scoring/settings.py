@@ -30,6 +30,7 @@ class Settings:
         context: number of tokens of the longest chat that is scored. ``None`` takes the
             ``max_position_embeddings`` of the two models, beyond which most models give no useful
             results.
+        limit: how many rows of the input are read, from the first; ``None`` for all.
         strict: stop at the first chat that cannot be scored, instead of skipping it.
         report_chats: how many of the most drifted chats the report shows.
         rollout_bound: where the ratios of the policy's probabilities to the engine's are truncated,
@@ -47,6 +48,7 @@ class Settings:
     max_tokens_per_batch: int | None = None
     chat_template: Path | None = None
     context: int | None = None
+    limit: int | None = None
     strict: bool = False
     report_chats: int = 50
     rollout_bound: float = 2.0
@@ -71,7 +73,7 @@ class Settings:
                 f"rollout_bound: expected a number above 0, got {self.rollout_bound!r}; "
                 "2.0 is usual"
             )
-        for name in ("max_tokens_per_batch", "context", "report_chats"):
+        for name in ("max_tokens_per_batch", "context", "limit", "report_chats"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ScoreError(

@@ -15,7 +15,8 @@ from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.output import explain_write_errors
 
 _TOKENS = [
-    ("chat", pyarrow.int64()),  # line of the input, from 1
+    ("file", pyarrow.string()),
+    ("chat", pyarrow.int64()),  # line of the file, from 1
     ("answer", pyarrow.string()),  # "chosen" or "rejected", null for chats that are no such pair
     ("turn", pyarrow.int32()),  # index into the chat's messages
     ("position", pyarrow.int32()),  # index into the chat's tokens
@@ -32,6 +33,7 @@ _TOKENS = [
     ("rollout_log_prob", pyarrow.float32()),  # null if it is not known
 ]
 _CHATS = [
+    ("file", pyarrow.string()),
     ("chat", pyarrow.int64()),
     ("answer", pyarrow.string()),
     ("turns", pyarrow.int32()),
@@ -117,6 +119,7 @@ class Tables:
 def _token_rows(scored: ScoredChat, schema: pyarrow.Schema) -> pyarrow.Table:
     tokenized = scored.tokenized
     columns = {
+        "file": [tokenized.chat.file] * len(scored.positions),
         "chat": numpy.full(len(scored.positions), tokenized.chat.line),
         "answer": [tokenized.chat.answer] * len(scored.positions),
         "turn": [tokenized.turns[i] for i in scored.positions],
@@ -158,6 +161,7 @@ def chat_row(scored: ScoredChat) -> dict[str, Any]:
     kl = scored.chosen_kl
     forward = scored.kl.get("forward")
     return {
+        "file": scored.tokenized.chat.file,
         "chat": scored.tokenized.chat.line,
         "answer": scored.tokenized.chat.answer,
         "turns": len({scored.tokenized.turns[i] for i in scored.positions}),

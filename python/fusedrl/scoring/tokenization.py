@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -20,10 +23,11 @@ from fusedrl.assistant_tokens import (
     covering,
     tokens_in,
 )
-from fusedrl.scoring.chats import Chat
+from fusedrl.scoring.chats import Chat, Messages, arguments_of
 from fusedrl.scoring.errors import ChatError, reason
 
 REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
+_PROBE = "fusedrl_probe_{}."  # called in the place of a function, to see whether it is rendered
 
 
 class TokenizedChat(NamedTuple):
@@ -61,8 +65,9 @@ def tokenize_chat(
         ChatError: the chat is too long, the template or the tokenizer refuses it, its assistant
             turns cannot be told from the rest, or its rollout log-probs are of other tokens.
     """
+    renderer = Renderer(tokenizer, template, {"tools": chat.tools})
     try:
-        return _tokenized(chat, Renderer(tokenizer, template, {"tools": chat.tools}), context)
+        return _tokenized(_readable(chat, renderer), renderer, context)
     except Unknown as error:
         raise ChatError(chat.where, f"{error}; {REMEDY}") from error
     except Refused as error:
@@ -72,6 +77,66 @@ def tokenize_chat(
             f"the chat template refuses the first {error.count} of {len(chat.messages)} messages: "
             f"{cause}; {REMEDY}",
         ) from error
+
+
+def _readable(chat: Chat, renderer: Renderer) -> Chat:
+    """The chat with the arguments of its tool calls as the template takes them.
+
+    They are objects for most templates, and JSON for those that refuse objects.
+    """
+    if not any("tool_calls" in message for message in chat.messages):
+        return chat
+    objects, text = (
+        chat._replace(messages=_with_calls(chat.messages, form)) for form in (_object, _text)
+    )
+    try:
+        _check_rendered(objects, renderer)
+        return objects
+    except Refused:
+        with suppress(Refused):
+            _check_rendered(text, renderer)
+            return text
+        raise
+
+
+def _check_rendered(chat: Chat, renderer: Renderer) -> None:
+    """Refuse a template that leaves out tool calls, whose turns would seem to say nothing."""
+    numbers = count()
+    probed = _with_calls(chat.messages, lambda f: {**f, "name": _PROBE.format(next(numbers))})
+    text = renderer.text(probed)
+    left_out = [number for number in range(next(numbers)) if _PROBE.format(number) not in text]
+    if left_out:
+        raise ChatError(
+            chat.where,
+            f"the chat template leaves out {len(left_out)} tool calls, which would not be scored; "
+            "pass --chat-template FILE, a copy of the template that renders message.tool_calls",
+        )
+
+
+def _with_calls(messages: Messages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Messages:
+    """Messages whose called functions are changed; with or without ``"function"`` around them."""
+
+    def changed(call: dict[str, Any]) -> dict[str, Any]:
+        return (
+            {**call, "function": change(call["function"])} if "function" in call else change(call)
+        )
+
+    return [
+        {**m, "tool_calls": [*map(changed, m["tool_calls"])]} if "tool_calls" in m else m
+        for m in messages
+    ]
+
+
+def _object(function: dict[str, Any]) -> dict[str, Any]:
+    if "arguments" not in function:
+        return function
+    return {**function, "arguments": arguments_of(function["arguments"])}
+
+
+def _text(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments", "")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": text}
 
 
 def _tokenized(chat: Chat, renderer: Renderer, context: int | None) -> TokenizedChat:
@@ -88,7 +153,7 @@ def _tokenized(chat: Chat, renderer: Renderer, context: int | None) -> Tokenized
     ends = [0, *covering(offsets)[:, 1].tolist()]
     spans = assistant_spans(renderer, chat.messages, text)
     turns = _turns(chat, renderer, spans)
-    turns = [turn if turn >= chat.start else -1 for turn in turns]
+    turns = [-1 if turn in chat.context else turn for turn in turns]
     turn_of = [turns[n] if n >= 0 else -1 for n in tokens_in(spans, offsets).tolist()]
     if all(turn < 0 for turn in turn_of):
         raise ChatError(chat.where, "no token to score: the template renders no assistant text")
