@@ -151,7 +151,8 @@ REFUSED = {
         [("user", "b"), ("assistant", "c")],
         "marks 2 generations for 1 assistant turns",
     ),
-    "no assistant": (USERS, [("assistant", "b")], "no token to score"),
+    "no assistant": (USERS, [("assistant", "b")], "leaves out 1 of the 1 texts"),
+    "no assistant who says nothing": (USERS, [("assistant", "")], "no token to score"),
 }
 
 

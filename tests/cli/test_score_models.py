@@ -190,7 +190,7 @@ BAD_TEMPLATES = {
     "endless": (b"{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError: Range too big"),
     "recursive": (b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "escaping": (b"{{ messages.__class__.__mro__ }}", "SecurityError"),
-    "no text": (b"{}", "the template renders no assistant text"),
+    "no text": (b"{}", "the chat template leaves out 1 of the 1 texts"),
 }
 
 

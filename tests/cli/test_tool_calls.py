@@ -159,6 +159,14 @@ DROPS = {
     "calls beside a text": "{%- if not message.content -%}{{ called | tojson }}{%- endif -%}",
     "all but the first": "{%- if loop.first -%}{{ called | tojson }}{%- endif -%}",
 }
+TEXTS = {
+    "the text beside calls": TEMPLATE.replace(  # as Llama 3.1's
+        "(message.content or '')", "('' if message.tool_calls else message.content)"
+    ).replace("CALL", CALLS["objects"]),
+    "texts that are no parts": TEMPLATE.replace(  # as those of models that see
+        "(message.content or '')", "(message.content | selectattr('text', 'defined') | join)"
+    ).replace("CALL", CALLS["objects"]),
+}
 
 
 @pytest.mark.parametrize("name", DROPS)
@@ -166,10 +174,17 @@ def test_a_template_that_leaves_out_a_call_is_refused_with_advice_that_works(tok
     message = calling(TEXT, content="Let me see.")
     message["tool_calls"] *= 2
     row = {"messages": [ASKED, message], "tools": [{"name": "weather"}]}
-    with pytest.raises(ChatError, match=r"leaves out \d tool calls, which would not be scored; pass"):
+    with pytest.raises(ChatError, match=r"leaves out \d of the 3 texts and tool calls of the assi"):
         said(row, tokenizer, TEMPLATE.replace("CALL", DROPS[name]))
     copy = TEMPLATE.replace("CALL", CALLS["objects"])
     assert said(row, tokenizer, copy) == "Let me see." + 2 * WRITTEN["objects"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_template_that_leaves_out_a_text_is_refused(tokenizer, name):
+    row = {"messages": [ASKED, calling(TEXT, content="Let me see.")]}
+    with pytest.raises(ChatError, match="leaves out 1 of the 2 texts and tool calls of the assist"):
+        said(row, tokenizer, TEXTS[name])
 
 
 def test_a_template_that_refuses_both_forms_says_why(tokenizer):

@@ -27,7 +27,7 @@ from fusedrl.scoring.chats import Chat, Messages, arguments_of
 from fusedrl.scoring.errors import ChatError, reason
 
 REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
-_PROBE = "fusedrl_probe_{}."  # called in the place of a function, to see whether it is rendered
+_PROBE = "fusedrl_probe_{}."  # in the place of what the assistant said or called
 
 
 class TokenizedChat(NamedTuple):
@@ -84,8 +84,6 @@ def _readable(chat: Chat, renderer: Renderer) -> Chat:
 
     They are objects for most templates, and JSON for those that refuse objects.
     """
-    if not any("tool_calls" in message for message in chat.messages):
-        return chat
     objects, text = (
         chat._replace(messages=_with_calls(chat.messages, form)) for form in (_object, _text)
     )
@@ -100,16 +98,26 @@ def _readable(chat: Chat, renderer: Renderer) -> Chat:
 
 
 def _check_rendered(chat: Chat, renderer: Renderer) -> None:
-    """Refuse a template that leaves out tool calls, whose turns would seem to say nothing."""
+    """Refuse a template that leaves out what the assistant said or called."""
     numbers = count()
-    probed = _with_calls(chat.messages, lambda f: {**f, "name": _PROBE.format(next(numbers))})
-    text = renderer.text(probed)
-    left_out = [number for number in range(next(numbers)) if _PROBE.format(number) not in text]
+
+    def probe() -> str:
+        return _PROBE.format(next(numbers))
+
+    probed = [
+        {**message, "content": probe()}
+        if message["role"] == "assistant" and message.get("content", "").strip()
+        else message
+        for message in _with_calls(chat.messages, lambda function: {**function, "name": probe()})
+    ]
+    text, most = renderer.text(probed), next(numbers)
+    left_out = sum(_PROBE.format(number) not in text for number in range(most))
     if left_out:
         raise ChatError(
             chat.where,
-            f"the chat template leaves out {len(left_out)} tool calls, which would not be scored; "
-            "pass --chat-template FILE, a copy of the template that renders message.tool_calls",
+            f"the chat template leaves out {left_out} of the {most} texts and tool calls of the "
+            "assistant, which would not be scored; pass --chat-template FILE, a copy of the "
+            "template that renders message.content and message.tool_calls",
         )
 
 
