@@ -240,5 +240,6 @@ def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
     if not text.startswith(prompt):
         return None
     said, rest = turn[len(prompt) :], text[len(prompt) :]
-    last = max(said.rfind(content), 0) if content else 0
+    # A turn without content may have calls.
+    last = max(said.rfind(content), 0) if content else max(len(said) - 1, 0)
     return next((said[k:] for k in range(last + 1) if rest.startswith(said[k:])), None)

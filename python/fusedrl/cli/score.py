@@ -196,15 +196,15 @@ def score_and_print(
 
 
 def _print_summary(summary: Summary, out: Path, settings: Settings) -> None:
-    from fusedrl.scoring.report import base, drift
+    from fusedrl.scoring.report import common_folder, drift
 
     console, figures = Console(), summary.figures()
-    several = len({row["file"] for row in summary.rows}) > 1
+    several, folder = len({row["file"] for row in summary.rows}) > 1, common_folder(summary.rows)
     table = Table(title="most-drifted chats", title_justify="left")
     for heading in ("chat (line)", "scored tokens", "total KL", "mean KL", "mean entropy"):
         table.add_column(heading, justify="right")
     for row in sorted(summary.rows, key=drift, reverse=True)[:10]:
-        file = f"{base(row['file'])}:" if several else ""
+        file = f"{row['file'].removeprefix(folder)}:" if several else ""
         table.add_row(
             f"{file}{row['chat']} {row['answer'] or ''}".rstrip(),
             str(row["scored_tokens"]),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import groupby, takewhile
 from reprlib import Repr
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ _SPEAKERS = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
+# A list of messages that a table or a spreadsheet has spoilt: Python's text of it, or its beginning.
+_OTHER_LIST = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from|value)["']\s*:""")
 # What data sets say of a message that is not trained on, if it is 0 or false.
 _WEIGHTS = ("weight", "train", "loss_mask")
 
@@ -58,25 +61,44 @@ class _Turn(NamedTuple):
     scored: bool = True
 
 
-class _Shape(NamedTuple):
-    """A kind of rows: the keys that they have, and which of these are answers to which prompt."""
+class _Asked(NamedTuple):
+    """A row in our words: what was asked, if the row says so, and each answer by its key."""
 
-    keys: tuple[str, ...]
-    answers: tuple[str, ...]
-    prompt: Callable[[dict[str, Any]], Any]
-
-
-def _prompt(row: dict[str, Any]) -> Any:
-    return _alpaca(row) if row.get("prompt") is None else row["prompt"]
+    prompt: Any
+    answers: dict[str, Any]
+    tools: Any
 
 
-def _alpaca(row: dict[str, Any]) -> Any:
-    """What was asked before and at last, ``None`` in a row that has no instruction."""
+def _whole(row: dict[str, Any], key: str) -> _Asked:
+    return _Asked(None, {key: row[key]}, row.get("tools"))
+
+
+def _answered(row: dict[str, Any], *keys: str) -> _Asked:
+    """Answers to a prompt, to a conversation (LLaMA-Factory's pairs) or to Alpaca's instruction."""
+    given = row.get("prompt"), row.get("conversations"), _instruction(row)
+    prompt = next((value for value in given if value is not None), None)
+    return _Asked(prompt, {key: row[key] for key in keys}, row.get("tools"))
+
+
+def _alpaca(row: dict[str, Any]) -> _Asked:
+    return _Asked(_instruction(row), {"output": row["output"]}, row.get("tools"))
+
+
+def _openai(row: dict[str, Any]) -> _Asked:
+    asked = _json(row["input"])
+    if not isinstance(asked, dict) or "messages" not in asked:
+        raise ValueError(f'input: expected {{"messages": [...]}}, got {_brief(asked)}')
+    answers = {key: row[key] for key in ("preferred_output", "non_preferred_output")}
+    return _Asked(asked["messages"], answers, asked.get("tools"))
+
+
+def _instruction(row: dict[str, Any]) -> Messages | None:
+    """What Alpaca's rows say was asked before and at last; ``None`` for other rows."""
     if row.get("instruction") is None:
         return None
-    turns = []
-    for pair in _json(row.get("history")) or ():
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
+    turns, history = [], _json(row.get("history") or [])
+    for pair in history if isinstance(history, list) else [history]:
+        if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError(f"history: expected pairs of question and answer, got {_brief(pair)}")
         roles = zip(("user", "assistant"), pair, strict=True)
         turns += [{"role": role, "content": text} for role, text in roles]
@@ -86,52 +108,48 @@ def _alpaca(row: dict[str, Any]) -> Any:
     return [*turns, {"role": "user", "content": "\n".join(parts)}]
 
 
-def _input(row: dict[str, Any]) -> Any:
-    asked = _json(row["input"])
-    if not isinstance(asked, dict) or "messages" not in asked:
-        raise ValueError(f'input: expected {{"messages": [...]}}, got {_brief(asked)}')
-    return asked["messages"]
-
-
-# The first that fits holds.
-_SHAPES = (
-    _Shape(
-        ("input", "preferred_output", "non_preferred_output"),
-        ("preferred_output", "non_preferred_output"),
-        _input,
-    ),
-    _Shape(("chosen", "rejected"), ("chosen", "rejected"), _prompt),
-    _Shape(("messages",), ("messages",), lambda row: None),
-    _Shape(("conversations",), ("conversations",), lambda row: None),
-    _Shape(("prompt", "completion"), ("completion",), _prompt),
-    _Shape(("instruction", "output"), ("output",), _alpaca),
-)
+# The keys of each shape of rows, and how it is read. The first that a row has holds.
+_SHAPES: dict[tuple[str, ...], Callable[[dict[str, Any]], _Asked]] = {
+    ("input", "preferred_output", "non_preferred_output"): _openai,
+    ("chosen", "rejected"): lambda row: _answered(row, "chosen", "rejected"),
+    ("messages",): lambda row: _whole(row, "messages"),
+    ("conversations",): lambda row: _whole(row, "conversations"),
+    ("prompt", "completion"): lambda row: _answered(row, "completion"),
+    ("instruction", "output"): _alpaca,
+}
 
 
 class Survey(NamedTuple):
-    """How many chats an input has if all its rows are like the first, and in which format."""
+    """How many chats an input has if all rows of a file are like its first, and its formats."""
 
     chats: int
     format: str
 
 
 def survey(records: Records) -> Survey:
-    """Recognise the shape of an input by its first conversation.
+    """Recognise the shape of each file by its first conversation.
 
     Raises:
         ScoreError: no row is a conversation.
     """
-    refused = []
-    for record in records.rows:
-        try:
-            chats = parse_chats(record)
-        except ChatError as error:
-            refused.append(error)
-        else:
-            keys = " and ".join(map(repr, _shape(record.read()).keys))
-            both = ", whose answers are both scored" if len(chats) > 1 else ""
-            return Survey(len(records.rows) * len(chats), f"{record.format} with {keys}{both}")
-    raise nothing_to_score(records.name, refused)
+    refused: list[ChatError] = []
+    chats, formats = 0, {}
+    for _, rows in groupby(records.rows, lambda record: record.file):
+        rows = list(rows)
+        for record in rows:
+            try:
+                found = parse_chats(record)
+            except ChatError as error:
+                refused.append(error)
+                continue
+            keys = " and ".join(map(repr, _keys(record.read())))
+            both = ", whose answers are both scored" if len(found) > 1 else ""
+            formats[f"{record.format} with {keys}{both}"] = None
+            chats += len(rows) * len(found)
+            break
+    if not formats:
+        raise nothing_to_score(records.name, refused)
+    return Survey(chats, "; ".join(formats))
 
 
 def nothing_to_score(name: str, skipped: list[ChatError]) -> ScoreError:
@@ -161,28 +179,37 @@ def parse_chats(record: Record) -> list[Chat]:
 
 def _chats(record: Record, row: Any) -> list[Chat]:
     """The chats of a row; a ``ValueError`` says what is wrong of it."""
-    shape = _shape(row)
-    asked = shape.prompt(row)
-    prompt = None if asked is None else _unscored(_messages("prompt", asked, "user"))
-    said = [_conversation(row, key, prompt, len(shape.answers)) for key in shape.answers]
-    if prompt is None and len(said) > 1:
+    asked = _SHAPES[_keys(row)](row)
+    prompt, pair = asked.prompt, len(asked.answers) > 1
+    prompt = None if prompt is None else _unscored(_messages("prompt", prompt, "user"))
+    said = [_conversation(row, key, value, prompt, pair) for key, value in asked.answers.items()]
+    if pair and prompt is None:
         shared = _shared(*said)
         said = [_unscored(turns[:shared]) + turns[shared:] for turns in said]
-    tools, log_probs = _tools(row), _log_probs("rollout_log_probs", row.get("rollout_log_probs"))
-    if log_probs is not None and len(said) > 1:
+    tools, log_probs = _tools(row, asked.tools), _log_probs(row.get("rollout_log_probs"))
+    if pair and log_probs is not None:
         raise ValueError(
             "rollout_log_probs: expected none beside two answers, got a list; write each answer as "
             "a row of its own"
         )
-    answers = ("chosen", "rejected") if len(said) > 1 else (None,)
     chats = []
-    for key, answer, turns in zip(shape.answers, answers, said, strict=True):
+    names = ("chosen", "rejected") if pair else (None,)
+    for key, answer, turns in zip(asked.answers, names, said, strict=True):
         _check_assistant(key, turns)
         messages = [turn.message for turn in turns]
         context = frozenset(i for i, turn in enumerate(turns) if not turn.scored)
         place = record.file, record.line
         chats.append(Chat(*place, messages, tools, log_probs, context, answer))
     return chats
+
+
+def _keys(row: Any) -> tuple[str, ...]:
+    """The keys of the shape that a row has."""
+    for keys in _SHAPES:
+        if isinstance(row, dict) and all(row.get(key) is not None for key in keys):
+            return keys
+    known = "; ".join(" and ".join(keys) for keys in _SHAPES)
+    raise ValueError(f"expected the keys {known}, got {_brief(row)}; rename its keys")
 
 
 def _unscored(turns: Sequence[_Turn]) -> list[_Turn]:
@@ -195,37 +222,30 @@ def _shared(chosen: list[_Turn], rejected: list[_Turn]) -> int:
     return len([*takewhile(lambda pair: _same(*pair), pairs)])
 
 
-def _shape(row: Any) -> _Shape:
-    for shape in _SHAPES:
-        if isinstance(row, dict) and all(row.get(key) is not None for key in shape.keys):
-            return shape
-    raise ValueError(
-        'expected {"messages": [...]}, {"conversations": [...]}, {"prompt", "completion"}, '
-        '{"instruction", "output"} or {"chosen", "rejected"}, with or without a "prompt", '
-        f"got {_brief(row)}; rename its keys"
-    )
-
-
 def _conversation(
-    row: dict[str, Any], key: str, prompt: list[_Turn] | None, answers: int
+    row: dict[str, Any], key: str, value: Any, prompt: list[_Turn] | None, pair: bool
 ) -> list[_Turn]:
-    """The conversation under a key of a row, with its prompt and its system message."""
-    turns = _messages(key, row[key], None if prompt is None else "assistant")
+    """The conversation that an answer ends, with its prompt and its system message."""
+    turns = _messages(key, value, None if prompt is None else "assistant")
+    first = turns[0].message["role"] if turns else None
+    if pair and prompt is None and first == "assistant":
+        raise ValueError(
+            f"{key}: expected a conversation from its beginning, got an answer; name what was "
+            'asked "prompt"'
+        )
     if prompt is not None:
         begins = len(turns) >= len(prompt) and all(map(_same, turns, prompt))
-        if not begins and turns and turns[0].message["role"] in ("user", "system"):
-            whole = '"messages"' if answers == 1 else '"chosen" and "rejected" without a prompt'
+        if not begins and first in ("user", "system"):
+            whole = '"chosen" and "rejected" without a prompt' if pair else '"messages"'
             raise ValueError(
                 f"{key}: expected what follows the prompt, or the whole conversation with the "
                 f"prompt first, got a conversation that begins with {_brief(turns[0].message)}; "
                 f"write whole conversations as {whole}"
             )
         turns = prompt + turns[len(prompt) if begins else 0 :]
-    system = row.get("system")
-    begins = bool(turns) and turns[0].message["role"] == "system"
-    if begins or not isinstance(system, str) or not system:
+    if not row.get("system") or (turns and turns[0].message["role"] == "system"):
         return turns
-    return [_Turn({"role": "system", "content": system}), *turns]
+    return [_turn("system", {"role": "system", "content": row["system"]}), *turns]
 
 
 def _same(one: _Turn, other: _Turn) -> bool:
@@ -234,8 +254,8 @@ def _same(one: _Turn, other: _Turn) -> bool:
 
 
 def _check_assistant(name: str, turns: Sequence[_Turn]) -> None:
-    roles = [turn.message["role"] for turn in turns if turn.scored]
-    if "assistant" not in roles:
+    if not any(turn.scored and turn.message["role"] == "assistant" for turn in turns):
+        roles = [turn.message["role"] + " (unscored)" * (not turn.scored) for turn in turns]
         raise ValueError(
             f"{name}: no assistant turn: the roles are {_brief(list(dict.fromkeys(roles)))}, and "
             "only what an assistant said is scored"
@@ -245,19 +265,26 @@ def _check_assistant(name: str, turns: Sequence[_Turn]) -> None:
 def _messages(name: str, value: Any, speaker: str | None = None) -> list[_Turn]:
     """A list of messages, which may be written as JSON; a string is what ``speaker`` says."""
     found = _json(value)
+    found = [found] if _says_who_speaks(found) else found
     if found and isinstance(found, list) and all(map(_says_who_speaks, found)):
         value = found
+    elif isinstance(value, str) and _OTHER_LIST.match(value):
+        raise ValueError(
+            f"{name}: expected a list of messages, got text that is no JSON: {_brief(value)}; "
+            "write the list with json.dumps, or the table as Parquet"
+        )
     if isinstance(value, str) and speaker is not None:
         value = [{"role": speaker, "content": value}]
     if not isinstance(value, list):
         raise ValueError(
-            f'{name}: expected a list of messages, as in {{"{name}": [...]}}, got {_brief(value)}'
+            f'{name}: expected a list of messages, as in {{"{name}": [...]}}, or a text and a '
+            f'"prompt" beside it, got {_brief(value)}'
         )
     return [_turn(f"{name}[{i}]", message) for i, message in enumerate(value)]
 
 
 def _says_who_speaks(item: Any) -> bool:
-    return isinstance(item, dict) and ("role" in item or "from" in item)
+    return isinstance(item, dict) and ("role" in item or item.keys() >= {"from", "value"})
 
 
 def _turn(name: str, given: Any) -> _Turn:
@@ -271,11 +298,11 @@ def _turn(name: str, given: Any) -> _Turn:
     if message["role"] == "function":  # OpenAI's first name for it
         message["role"] = "tool"
     weights = [message.pop(key) for key in _WEIGHTS if key in message]
-    if not all(isinstance(weight, int | float) for weight in weights):
+    if not all(weight in (0, 1) for weight in weights):
         raise ValueError(f"{name}: {', '.join(_WEIGHTS)}: expected 0 or 1, got {_brief(weights)}")
-    if "function_call" in message:
-        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
-    _check_calls(f"{name}.tool_calls", message)
+    calls, older = (_json(message.pop(key, None)) for key in ("tool_calls", "function_call"))
+    if calls := _list_of(f"{name}.tool_calls", calls or (older and [{"function": older}])):
+        message["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", c) for i, c in enumerate(calls)]
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = "".join(_text_of_part(f"{name}.content", part) for part in content)
@@ -294,25 +321,24 @@ def _from_sharegpt(name: str, message: dict[str, Any]) -> dict[str, Any]:
     if speaker != "function_call":
         return {**message, "role": _SPEAKERS[speaker], "content": value}
     calls = _json(value)
-    functions = calls if isinstance(calls, list) else [calls]
-    calls = [{"type": "function", "function": function} for function in functions]
+    calls = calls if isinstance(calls, list) else [calls]
     return {**message, "role": _SPEAKERS[speaker], "tool_calls": calls}
 
 
-def _check_calls(name: str, message: dict[str, Any]) -> None:
-    """Refuse calls that no template can render; an empty list is left out."""
-    calls = message.get("tool_calls")
-    _check_objects(name, calls)
-    if not calls:
-        message.pop("tool_calls", None)
-    for i, call in enumerate(calls or ()):
-        called = call.get("function", call)
-        arguments = called.get("arguments", {}) if isinstance(called, dict) else called
-        if not isinstance(arguments_of(arguments), dict):
-            raise ValueError(
-                f"{name}[{i}]: expected a name and arguments, which are an object or its JSON, "
-                f"got {_brief(call)}; correct the call, or leave out the row"
-            )
+def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """A call in the words of chat templates, with arguments; they may still be JSON."""
+    function = call.get("function", call)
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        bare = function.keys() <= {"name", "type", "id"}  # a function without arguments
+        arguments = function.get("arguments", {} if bare else None)
+        if isinstance(arguments_of(arguments), dict):
+            outer = call if "function" in call else {}
+            called = {**function, "arguments": arguments}
+            return {"type": "function", **outer, "function": called}
+    raise ValueError(
+        f"{name}: expected a name and arguments, which are an object or its JSON, got "
+        f"{_brief(call)}; correct the call, or leave out the row"
+    )
 
 
 def arguments_of(value: Any) -> Any:
@@ -327,23 +353,24 @@ def _text_of_part(name: str, part: Any) -> str:
     return text
 
 
-def _tools(row: dict[str, Any]) -> list[Any] | None:
-    """What the assistant could call, where OpenAI and others write it."""
-    asked = _json(row.get("input"))
-    given = [row.get("tools"), asked.get("tools") if isinstance(asked, dict) else None]
-    tools = next(filter(None, map(_json, given)), None)
-    if tools is None and (functions := _json(row.get("functions"))):
-        _check_objects("functions", functions)
-        tools = [{"type": "function", "function": function} for function in functions]
-    _check_objects("tools", tools)
-    return _without_nulls(tools)
+def _tools(row: dict[str, Any], given: Any) -> list[Any] | None:
+    """What the assistant could call, each as ``{"type": "function", "function": ...}``."""
+    tools = _list_of("tools", _json(given)) or _list_of("functions", _json(row.get("functions")))
+    tools = [
+        {"type": "function", "function": tool}
+        if "name" in tool and "function" not in tool
+        else tool
+        for tool in tools
+    ]
+    return _without_nulls(tools) or None
 
 
-def _check_objects(name: str, value: Any) -> None:
-    """Refuse what is neither ``None`` nor a list of JSON objects."""
-    items = [] if value is None else value
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+def _list_of(name: str, value: Any) -> list[Any]:
+    """A list of JSON objects, which is empty for nothing."""
+    value = value or []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError(f"{name}: expected a list of objects, got {_brief(value)}")
+    return value
 
 
 def _without_nulls(value: Any) -> Any:
@@ -353,9 +380,9 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def _log_probs(name: str, value: Any) -> list[float] | None:
-    value = _json(value)
-    if value is None or value == "":  # as in a column of CSV
+def _log_probs(value: Any) -> list[float] | None:
+    value, name = _json(value), "rollout_log_probs"
+    if value is None:
         return None
     if not isinstance(value, list):
         raise ValueError(f"{name}: expected a list of numbers, got {_brief(value)}")

@@ -115,6 +115,8 @@ def score_chats(
         "reference": printable(str(reference)),
         "kl": settings.estimator or "exact",
         "temperature": f"{settings.temperature:g}",
+        **({"chat template": str(settings.chat_template)} if settings.chat_template else {}),
+        **({"limit": str(settings.limit)} if settings.limit else {}),
     }
     template = read_template(settings.chat_template)
     inputs = [*records.paths, *([settings.chat_template] if settings.chat_template else [])]

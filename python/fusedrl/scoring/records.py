@@ -68,9 +68,11 @@ def read_records(chats: str | Path | Sequence[str | Path], limit: int | None = N
         ScoreError: a file cannot be read, or there is no row.
     """
     given = [chats] if isinstance(chats, str | Path) else chats
-    found = [*dict.fromkeys(path for one in given for path in _matching(one))]
-    rows = list(islice((row for path in found for row in _rows_of(path)), limit))
-    names = [*map(_name, found)]
+    found: dict[Path | None, Path | None] = {}
+    for path in (path for one in given for path in _matching(one)):
+        found.setdefault(path and path.resolve(), path)  # a file that is named twice is read once
+    rows = list(islice((row for path in found.values() for row in _rows_of(path)), limit))
+    names = [*map(_name, found.values())]
     name = names[0] if len(names) == 1 else f"{len(names)} files"
     if not rows:
         empty = "the file is empty" if len(names) == 1 else "all of them are empty"
@@ -85,10 +87,11 @@ def _matching(given: str | Path) -> list[Path | None]:
     if os.path.lexists(given):
         return [Path(given)]
     found = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path's takes no absolute pattern)
-    if not found:
+    paths = [path for path in map(Path, sorted(found)) if not path.is_dir()]
+    if not paths:
         shown = printable(str(given))
         raise ScoreError(f"chats: cannot read {shown}: no such file; check the path")
-    return [*map(Path, sorted(found))]
+    return paths
 
 
 def _name(path: Path | None) -> str:
@@ -100,13 +103,13 @@ def _rows_of(path: Path | None) -> Iterator[Record]:
         if path is None and sys.stdin is None:
             raise ValueError("standard input is closed")
         content = sys.stdin.buffer.read() if path is None else path.read_bytes()
-        kind = "" if path is None else path.name.lower().removesuffix(".gz")
-        form, readers = _readers(content, kind.endswith(".csv"))
+        name = "" if path is None else path.name.lower().removesuffix(".gz")
+        form, readers = _readers(content, name.endswith((".csv", ".tsv")))
     except _UNREADABLE as error:
-        raise ScoreError(
-            f"chats: cannot read {_name(path)}: {reason(error)}; check the path, or write the file "
-            "again"
-        ) from error
+        remedy = "check the path, or write the file again, in UTF-8"
+        if path is not None and path.is_dir():
+            remedy = f"name its files, as in '{printable(str(path))}/*.jsonl'"
+        raise ScoreError(f"chats: cannot read {_name(path)}: {reason(error)}; {remedy}") from error
     return (Record(_name(path), n, form, read) for n, read in readers)
 
 
@@ -119,9 +122,10 @@ def _readers(content: bytes, is_csv: bool) -> tuple[str, Iterable[tuple[int, Rea
         table = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
         columns = [name for name in table.schema_arrow.names if name in COLUMNS]
         return "Parquet", _rows_of_batches(table.iter_batches(columns=columns or None))
-    if is_csv and content.strip():
+    start = content.removeprefix(codecs.BOM_UTF8).lstrip()
+    if is_csv and start and not start.startswith((b"[", b"{")):
         return "CSV", _rows_of_batches(_strings(content).to_batches())
-    if content.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    if start.startswith(b"["):
         elements = enumerate(parsed(content), start=1)
         return "a JSON array", [(n, lambda row=row: row) for n, row in elements]
     lines = enumerate(io.BytesIO(content), start=1)
@@ -139,23 +143,36 @@ def _row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
 
 
 def _strings(content: bytes) -> pyarrow.Table:
-    """A CSV file whose first line has the names of its columns; all values are strings."""
-    source = partial(pyarrow.BufferReader, content)
+    """A CSV file, whose first line has the names of its columns; an empty cell is null."""
+    if content.count(b'"') % 2:
+        raise ValueError("a quotation mark is not closed, or not doubled within a cell")
+    head = content.partition(b"\n")[0]
+    separator = max(",;\t", key=lambda each: head.count(each.encode()))
+    quoted = pyarrow.csv.ParseOptions(newlines_in_values=True, delimiter=separator)
     # One block: a row that is longer than a block would be refused.
     block = pyarrow.csv.ReadOptions(block_size=min(len(content), 2**31 - 1))
-    quoted = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    source = partial(pyarrow.BufferReader, content)
     names = pyarrow.csv.open_csv(source(), block, quoted).schema.names
-    if len(set(names)) < len(names):
+    if any(names.count(name) > 1 for name in COLUMNS):
         raise ValueError("two columns have one name")
-    strings = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string()))
+    strings = pyarrow.csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pyarrow.string()),
+        strings_can_be_null=True,
+        null_values=[""],
+    )
     return pyarrow.csv.read_csv(source(), block, quoted, strings)
 
 
 def parsed(text: bytes | str) -> Any:
-    """A value of JSON; an object in which a key occurs twice raises a ``ValueError``."""
+    """A value of JSON, NaN as null; an object with a key that occurs twice is a ``ValueError``."""
     # json takes bytes too, and guesses their encoding: a line of UTF-16 would be another text.
     string = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    return json.loads(string, object_pairs_hook=_object)
+    return json.loads(string, object_pairs_hook=_object, parse_constant=_constant)
+
+
+def _constant(name: str) -> float | None:
+    # Tables without a value are written with NaN, which is no JSON.
+    return None if name == "NaN" else float(name)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import reprlib
 from collections.abc import Sequence
 from itertools import groupby
@@ -85,20 +86,21 @@ class HtmlReport:
         """
         self._prune()
         views = self._views()
-        budget = MAX_TOKENS
+        budget, folder = MAX_TOKENS, common_folder(rows)
         chats = []
         for row, scored in self._kept:
             if budget <= 0:
                 break
             said = {k: v for k, v in row.items() if v is not None and k != "file"}
-            chats.append(said | _conversation(scored, views, budget))
+            where = scored.tokenized.chat.where.removeprefix(folder)
+            chats.append(said | {"where": where} | _conversation(scored, views, budget))
             budget -= len(scored.positions)
         kl = numpy.concatenate(self._kl)
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
             Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
         )
         html = page.render(
-            facts={name: base(value) for name, value in self._facts.items()},
+            facts={name: _base(value) for name, value in self._facts.items()},
             views=views,
             chats=chats,
             data=plain(
@@ -111,7 +113,7 @@ class HtmlReport:
             mismatch=None if mismatch is None else mismatch_row(mismatch),
             rollout_bound=self._rollout_bound,
             rows=rows,
-            skipped=[str(error).replace(error.where, base(error.where), 1) for error in skipped],
+            skipped=[str(error).removeprefix(folder) for error in skipped],
             tokens=len(kl),
             kl_mean=float(kl.mean(dtype=numpy.float64)),
             entropy_mean=numpy.average(
@@ -170,7 +172,13 @@ def drift(row: dict[str, Any]) -> float:
     return math.inf if math.isnan(row["kl_mean"]) else float(f"{abs(row['kl_mean']):.5g}")
 
 
-def base(path: str) -> str:
+def common_folder(rows: Sequence[dict[str, Any]]) -> str:
+    """The folder that all files of chats are in, as their names begin."""
+    folders = [row["file"].rpartition("/")[0] + "/" for row in rows]
+    return os.path.commonpath(folders) + "/" if all(len(f) > 1 for f in folders) else ""
+
+
+def _base(path: str) -> str:
     """The last part of a path, which is what a reader needs of it."""
     return path.rstrip("/").rpartition("/")[2] or path
 
@@ -216,7 +224,6 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
         shown = _merged(cells[turn]) if turn in cells else None
         messages.append({"role": message["role"], "text": text, "cells": shown})
     return {
-        "where": base(tokenized.chat.where),
         "messages": messages,
         "cut": max(len(scored.positions) - budget, 0),
     }

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +66,7 @@ def tokenize_chat(
     """
     renderer = Renderer(tokenizer, template, {"tools": chat.tools})
     try:
-        return _tokenized(_readable(chat, renderer), renderer, context)
+        return _tokenized(*_rendered(chat, renderer), renderer, context)
     except Unknown as error:
         raise ChatError(chat.where, f"{error}; {REMEDY}") from error
     except Refused as error:
@@ -75,80 +74,93 @@ def tokenize_chat(
         raise ChatError(
             chat.where,
             f"the chat template refuses the first {error.count} of {len(chat.messages)} messages: "
-            f"{cause}; {REMEDY}",
+            f"{cause}; correct the chat, or pass --chat-template FILE, a template that takes it",
         ) from error
 
 
-def _readable(chat: Chat, renderer: Renderer) -> Chat:
-    """The chat with the arguments of its tool calls as the template takes them.
+def _rendered(chat: Chat, renderer: Renderer) -> tuple[Chat, str]:
+    """The chat with its tool calls as the template takes them, and the text of it.
 
-    They are objects for most templates, and JSON for those that refuse objects.
+    The arguments are an object for most templates, and text for those that refuse objects or write
+    them as Python does. A turn of calls alone has no content, or an empty one for templates that
+    need it.
     """
-    objects, text = (
-        chat._replace(messages=_with_calls(chat.messages, form)) for form in (_object, _text)
-    )
-    try:
-        _check_rendered(objects, renderer)
-        return objects
-    except Refused:
-        with suppress(Refused):
-            _check_rendered(text, renderer)
-            return text
-        raise
+    refusals: list[Refused] = []
+    for messages in _forms(chat.messages):
+        try:
+            text = renderer.text(messages)
+        except Refused as error:
+            refusals.append(error)
+            continue
+        if not _is_written_by_python(messages, text):
+            return chat._replace(messages=messages), text
+    raise refusals[0]
+
+
+def _forms(messages: Messages) -> list[Messages]:
+    if not any("tool_calls" in message for message in messages):
+        return [messages]
+    return [
+        [
+            {**content, **m, "tool_calls": _called(m["tool_calls"], arguments)}
+            if "tool_calls" in m
+            else m
+            for m in messages
+        ]
+        for arguments, content in product((_object, _text), ({}, {"content": ""}))
+    ]
+
+
+def _called(calls: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    return [{**call, "function": change(call["function"])} for call in calls]
+
+
+def _object(function: dict[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": arguments_of(function["arguments"])}
+
+
+def _text(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": text}
+
+
+def _is_written_by_python(messages: Messages, text: str) -> bool:
+    """Whether a template has not written an object of arguments as JSON."""
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
+    return any(str(given) in text for given in objects if given)
 
 
 def _check_rendered(chat: Chat, renderer: Renderer) -> None:
-    """Refuse a template that leaves out what the assistant said or called."""
+    """Refuse a template that leaves out what the assistant said or called, or its markers do."""
     numbers = count()
 
-    def probe() -> str:
+    def probe(*_: Any) -> str:
         return _PROBE.format(next(numbers))
 
-    probed = [
-        {**message, "content": probe()}
-        if message["role"] == "assistant" and message.get("content", "").strip()
-        else message
-        for message in _with_calls(chat.messages, lambda function: {**function, "name": probe()})
-    ]
+    probed = []
+    for message in chat.messages:
+        if message["role"] == "assistant" and (message.get("content") or "").strip():
+            message = {**message, "content": probe()}
+        if "tool_calls" in message:
+            calls = _called(message["tool_calls"], lambda function: {**function, "name": probe()})
+            message = {**message, "tool_calls": calls}
+        probed.append(message)
     text, most = renderer.text(probed), next(numbers)
+    if renderer.marks():
+        text = "".join(text[span.start : span.end] for span in renderer.marked(probed))
     left_out = sum(_PROBE.format(number) not in text for number in range(most))
     if left_out:
         raise ChatError(
             chat.where,
             f"the chat template leaves out {left_out} of the {most} texts and tool calls of the "
             "assistant, which would not be scored; pass --chat-template FILE, a copy of the "
-            "template that renders message.content and message.tool_calls",
+            "template that renders, and marks, message.content and message.tool_calls",
         )
 
 
-def _with_calls(messages: Messages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Messages:
-    """Messages whose called functions are changed; with or without ``"function"`` around them."""
-
-    def changed(call: dict[str, Any]) -> dict[str, Any]:
-        return (
-            {**call, "function": change(call["function"])} if "function" in call else change(call)
-        )
-
-    return [
-        {**m, "tool_calls": [*map(changed, m["tool_calls"])]} if "tool_calls" in m else m
-        for m in messages
-    ]
-
-
-def _object(function: dict[str, Any]) -> dict[str, Any]:
-    if "arguments" not in function:
-        return function
-    return {**function, "arguments": arguments_of(function["arguments"])}
-
-
-def _text(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments", "")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**function, "arguments": text}
-
-
-def _tokenized(chat: Chat, renderer: Renderer, context: int | None) -> TokenizedChat:
-    text = renderer.text(chat.messages)
+def _tokenized(chat: Chat, text: str, renderer: Renderer, context: int | None) -> TokenizedChat:
     encoded = _encoded(chat, text, renderer.tokenizer)
     length = len(encoded["input_ids"])
     if context is not None and length > context:
@@ -157,6 +169,7 @@ def _tokenized(chat: Chat, renderer: Renderer, context: int | None) -> Tokenized
             f"expected at most {context} tokens, the models' context, got {length}; shorten or "
             "split the chat, or pass --context N if the models reach further",
         )
+    _check_rendered(chat, renderer)
     offsets = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2)
     ends = [0, *covering(offsets)[:, 1].tolist()]
     spans = assistant_spans(renderer, chat.messages, text)
