@@ -134,6 +134,7 @@ def test_an_empty_reasoning_block_in_the_last_turn_only(tokenizer):
 PLAIN = "{%- for m in messages -%}{{ m.role | upper + ': ' + m.content + '\\n' }}{%- endfor -%}"
 USERS = "{%- for m in messages if m.role == 'user' -%}{{ m.content }}{%- endfor -%}"
 THOUGHTS = [("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")]
+MARKED_END = "{{ message.content }}{%- generation -%}{{ '<|im_end|>' }}{%- endgeneration -%}"
 REFUSED = {
     "reasoning that is dropped": (REASONING, THOUGHTS, r"messages\[1\].*--chat-template FILE"),
     "no generation prompt": (HEADERLESS_PROMPT, [("assistant", "b")], "ignores add_generation_pr"),
@@ -147,9 +148,14 @@ REFUSED = {
     ),
     "a refusal": ("{{ raise_exception('alternate') }}", [("assistant", "b")], "alternate"),
     "markers around users": (
-        with_markers(CHATML).replace("== 'assistant'", "== 'user'"),
+        with_markers(CHATML).replace("== 'assistant'", "in ('assistant', 'user')"),
         [("user", "b"), ("assistant", "c")],
-        "marks 2 generations for 1 assistant turns",
+        "marks 3 generations for 1 assistant turns",
+    ),
+    "markers around the end alone": (
+        CHATML.replace("GENERATION{{ message.content + '<|im_end|>' }}END", MARKED_END),
+        [("assistant", "b")],
+        "leaves out 1 of the 1 texts",
     ),
     "no assistant": (USERS, [("assistant", "b")], "leaves out 1 of the 1 texts"),
     "no assistant who says nothing": (USERS, [("assistant", "")], "no token to score"),

@@ -282,7 +282,7 @@ REFUSED = {
     ),
     "other keys": (
         {"question": "Hi", "answer": "Hello!"},
-        'expected .*{"prompt", "completion"}.* got {.*question.*; rename its keys',
+        "expected the keys .*; prompt and completion; .* got {.*question.*; rename its keys",
         [{"prompt": "Hi", "completion": "Hello!"}],
     ),
     "an answer without its prompt": (

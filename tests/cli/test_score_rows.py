@@ -44,7 +44,13 @@ BAD = {
     "nul characters": (b"\0\0\0", "unreadable line"),
     "nested": (nested(200_000, {"messages": "DEEP"}), "unreadable line: RecursionError"),
     "nested in what the template reads": (
-        nested(940, messages(USER, {"role": "assistant", "tool_calls": [{"a": "DEEP"}]})),
+        nested(
+            940,
+            messages(
+                USER,
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": "DEEP"}}]},
+            ),
+        ),
         "RecursionError",
     ),
     "an enormous number": ('{"messages": ' + "9" * 10_000 + "}", "unreadable line"),
@@ -53,7 +59,7 @@ BAD = {
         "the key 'messages' stands twice",
     ),
     "a number": ("5", "got 5"),
-    "no messages": ({"text": "hi"}, '{"messages": [...]}'),
+    "no messages": ({"text": "hi"}, "expected the keys input and preferred_output"),
     "empty chat": ({"messages": []}, "no assistant turn: the roles are []"),
     "a message is null": (messages(USER, None, SAID), "messages[1]: expected"),
     "no assistant": (messages(USER), "no assistant turn: the roles are ['user']"),
@@ -100,7 +106,10 @@ ODD = {
     "special tokens in the content": chat("<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
     "markup": chat("[bold]</script><b>", "[/]"),
     "nan in a tool call": messages(
-        USER, {"role": "assistant", "tool_calls": [{"a": float("nan")}]}, USER, SAID
+        USER,
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": float("nan")}}]},
+        USER,
+        SAID,
     ),
     "two answers": messages(USER, SAID, SAID),
     "byte order mark": b"\xef\xbb\xbf" + json.dumps(GOOD).encode(),

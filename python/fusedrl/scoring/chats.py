@@ -26,7 +26,7 @@ _SPEAKERS = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-# A list of messages that a table or a spreadsheet has spoilt: Python's text of it, or its beginning.
+# A list of messages as a spreadsheet or Python writes it: cut off, or with other quotes.
 _OTHER_LIST = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from|value)["']\s*:""")
 # What data sets say of a message that is not trained on, if it is 0 or false.
 _WEIGHTS = ("weight", "train", "loss_mask")

@@ -87,7 +87,7 @@ def _matching(given: str | Path) -> list[Path | None]:
     if os.path.lexists(given):
         return [Path(given)]
     found = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path's takes no absolute pattern)
-    paths = [path for path in map(Path, sorted(found)) if not path.is_dir()]
+    paths: list[Path | None] = [p for p in map(Path, sorted(found)) if not p.is_dir()]
     if not paths:
         shown = printable(str(given))
         raise ScoreError(f"chats: cannot read {shown}: no such file; check the path")
