@@ -129,6 +129,8 @@ def test_an_empty_reasoning_block_in_the_last_turn_only(tokenizer):
     chat = make_chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     turns = said(tokenize_chat(chat, tokenizer, REASONING))
     assert turns == {1: "b<|im_end|>", 3: "<think>\n\n</think>\n\nd<|im_end|>"}
+    empty = make_chat(("user", "a"), ("assistant", ""), ("user", "c"), ("assistant", "d"))
+    assert said(tokenize_chat(empty, tokenizer, REASONING)) == turns | {1: "<|im_end|>"}
 
 
 PLAIN = "{%- for m in messages -%}{{ m.role | upper + ': ' + m.content + '\\n' }}{%- endfor -%}"

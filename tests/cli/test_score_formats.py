@@ -6,6 +6,8 @@ import csv
 import gzip
 import io
 import json
+import math
+import re
 import sys
 
 import pytest
@@ -92,6 +94,21 @@ SINGLE = {
     "answers.csv": (sheet(ANSWERED), "CSV with 'prompt' and 'completion'"),
     "alpaca.CSV": (sheet(ALPACA), "CSV with 'instruction' and 'output'"),
     "messages.csv": (sheet(OF_STRINGS), "CSV with 'messages'"),
+    "semicolons.csv": (
+        "\n".join([";".join(ANSWERED[0]), *(";".join(row.values()) for row in ANSWERED)]).encode(),
+        "CSV with 'prompt' and 'completion'",
+    ),
+    "tabs.tsv": (
+        "\n".join(
+            ["\t".join(ANSWERED[0]), *("\t".join(row.values()) for row in ANSWERED)]
+        ).encode(),
+        "CSV with 'prompt' and 'completion'",
+    ),
+    "empty-columns.csv": (
+        b"prompt,completion,,\r\n" + "".join(f'"{a}","{b}",,\r\n' for a, b, _ in PAIRS).encode(),
+        "CSV with 'prompt' and 'completion'",
+    ),
+    "json.csv": (lines(PLAIN), "JSON lines with 'messages'"),
     "messages.jsonl.gz": (gzip.compress(lines(PLAIN)), "JSON lines with 'messages'"),
     "answers.csv.gz": (
         gzip.compress(sheet(ANSWERED)),
@@ -116,6 +133,16 @@ PREFERENCES = {
     "strings.parquet": table([{k: json.dumps(v) for k, v in row.items()} for row in WHOLE]),
     "openai.jsonl": lines(map(openai, CHOSEN)),
     "openai.parquet": table(list(map(openai, CHOSEN))),
+    "llama-factory.jsonl": lines(
+        [
+            {
+                "conversations": sharegpt(chat(a, b))["conversations"][:1],
+                "chosen": {"from": "gpt", "value": b},
+                "rejected": {"from": "gpt", "value": c},
+            }
+            for a, b, c in PAIRS
+        ]
+    ),
     "alpaca.jsonl": lines(
         [{"instruction": a, "input": "", "chosen": b, "rejected": c} for a, b, c in PAIRS]
     ),
@@ -181,8 +208,9 @@ def test_a_prompt_is_read_and_not_scored(scored):
 
 def test_a_system_prompt_of_its_own_is_read(scored):
     same = [{**row, "system": "Be brief."} for row in (sharegpt(PLAIN[0]), PLAIN[0], ALPACA[0])]
+    same.append({**PLAIN[0], "system": [{"type": "text", "text": "Be brief."}]})
     expected = chat(ASKED[0], SAID[0], system="Be brief.")
-    assert scored(lines(same)) == scored(lines([expected] * 3))
+    assert scored(lines(same)) == scored(lines([expected] * 4))
 
 
 def test_alpacas_input_and_history_are_read_and_not_scored(scored):
@@ -212,19 +240,59 @@ def test_a_message_of_no_weight_is_read_and_not_scored(scored, key, off):
 
 
 def test_several_files_and_patterns_are_read_in_order_and_once(score, tmp_path, capsys):
-    for name, found in (("b.jsonl", PLAIN[:2]), ("a.jsonl", PLAIN[2:]), ("[c].jsonl", PLAIN[:1])):
+    (tmp_path / "folder.jsonl").mkdir()
+    files = {"b.jsonl": PLAIN[:2], "a.jsonl": PLAIN[2:], "[c].jsonl": map(sharegpt, PLAIN[:1])}
+    for name, found in files.items():
         (tmp_path / name).write_bytes(lines(found))
     (tmp_path / "empty.jsonl").touch()
-    code, out = score(tmp_path / "[c].jsonl", tmp_path / "b.jsonl", tmp_path / "?*.jsonl")
+    (tmp_path / "x").symlink_to(tmp_path)
+    given = tmp_path / "[c].jsonl", tmp_path / "b.jsonl", tmp_path / "?*.jsonl", tmp_path / "x/b*"
+    code, out = score(*given)
     assert code == 0
     said = [(row["file"], row["chat"]) for row in rows(out / "chats.parquet")]
     c, b, a = (str(tmp_path / name) for name in ("[c].jsonl", "b.jsonl", "a.jsonl"))
     assert said == [(c, 1), (b, 1), (b, 2), (a, 1)]
     printed = capsys.readouterr()
-    assert "4 files: JSON lines with 'messages'" in printed.err
+    assert "4 files: JSON lines with 'conversations'; JSON lines with 'messages'" in printed.err
     assert "b.jsonl:2" in printed.out
     assert "b.jsonl:2" in (out / "report.html").read_text()
     assert str(tmp_path) not in (out / "report.html").read_text()
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(score, tmp_path, capsys):
+    for folder in "pq":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "chats.jsonl").write_bytes(lines(PLAIN[:1]) + b"\n{")
+    _, out = score(tmp_path / "*" / "chats.jsonl", "--limit", 4)
+    printed, page = capsys.readouterr().out, (out / "report.html").read_text()
+    assert str(tmp_path) not in page
+    for name in ("p/chats.jsonl:1", "q/chats.jsonl:1"):
+        assert name in printed
+        assert name in page
+    assert "p/chats.jsonl:2: unreadable line" in page
+    assert re.search(r"limit\W+(<[^>]*>\W*)*4", page)
+
+
+def test_an_empty_cell_is_no_value(tmp_path):
+    """As the tables of two data sets together have it, written with NaN or with nothing."""
+    columns = ["prompt", "completion", "chosen", "rejected", "system", "instruction", "output"]
+    found = [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"instruction": "a", "output": "b"},
+        {"prompt": "a"},
+    ]
+    whole = [{column: row.get(column) for column in columns} for row in found]
+    (tmp_path / "a.csv").write_bytes(sheet(whole))
+    nan = [{key: math.nan if x is None else x for key, x in row.items()} for row in whole]
+    (tmp_path / "b.jsonl").write_bytes(lines({**row, "history": math.nan} for row in nan))
+    for name in ("a.csv", "b.jsonl"):
+        *records, last = read_records(tmp_path / name).rows
+        read = [parse_chats(record) for record in records]
+        assert [len(chats) for chats in read] == [1, 2, 1]
+        assert all(chat.messages[:1] == user("a") for chats in read for chat in chats)
+        with pytest.raises(ScoreError, match="expected the keys"):
+            parse_chats(last)
 
 
 def test_a_limit_is_of_rows_from_the_first(score, tmp_path, capsys):
@@ -326,6 +394,26 @@ REFUSED = {
         "rollout_log_probs: expected none beside two answers.*; write each answer as a row of its",
         [{"prompt": "a", "completion": "b", "rollout_log_probs": [-1.0, -1.0]}],
     ),
+    "answers to nothing": (
+        {"question": "Hi", "chosen": assistant("a"), "rejected": assistant("b")},
+        'chosen: expected a conversation from its beginning, got an answer; name what .* "prompt"',
+        [{"prompt": "Hi", "chosen": assistant("a"), "rejected": assistant("b")}],
+    ),
+    "a list as Python writes it": (
+        {"prompt": "Hi", "completion": str(assistant("a"))},
+        "completion: expected a list of messages, got text that is no JSON: .*; write the list",
+        [{"prompt": "Hi", "completion": json.dumps(assistant("a"))}],
+    ),
+    "a list that is cut off": (
+        {"messages": json.dumps(BYE)[:-20]},
+        "messages: expected a list of messages, got text that is no JSON: .*; write the list",
+        [{"messages": json.dumps(BYE)}],
+    ),
+    "history that is no list": (
+        {"instruction": "a", "output": "b", "history": 5},
+        "history: expected pairs of question and answer, got 5",
+        [],
+    ),
     "history that is no list of pairs": (
         {"instruction": "a", "output": "b", "history": ["Hi", "Hello!"]},
         "history: expected pairs of question and answer, got 'Hi'",
@@ -341,9 +429,14 @@ REFUSED = {
         r"messages\[1\]: weight, train, loss_mask: expected 0 or 1, got \['none'\]",
         [{"messages": [*user("a"), {**assistant("b")[0], "weight": 1}]}],
     ),
+    "half a weight": (
+        {"messages": [*user("a"), {**assistant("b")[0], "weight": 0.5}]},
+        r"messages\[1\]: weight, train, loss_mask: expected 0 or 1, got \[0.5\]",
+        [],
+    ),
     "nothing that weighs": (
         {"messages": [*user("a"), {**assistant("b")[0], "weight": 0}]},
-        "messages: no assistant turn",
+        r"messages: no assistant turn: the roles are \['user', 'assistant \(unscored\)'\]",
         [],
     ),
 }
@@ -381,6 +474,7 @@ BROKEN = {
     "other.gz": b"\x1f\x8b but not really",
     "cells.csv": b"prompt,completion\na,b,c\n",
     "twice.csv": b"prompt,prompt,completion\na,b,c\n",
+    "open.csv": b'prompt,completion\na,"b\nc,d\n',
 }
 
 

@@ -38,6 +38,7 @@ CALLS = {
         "{{ '|' + key + '=' + value }}{%- endfor -%}"
     ),
     "text": "{{ called.name + '|' + called.arguments }}",  # as DeepSeek's
+    "python": "{{ called.name ~ '|' ~ called.arguments }}",
     "either": (
         "{{ called.name + '|' }}{{ called.arguments if called.arguments is string "
         "else called.arguments | tojson }}"
@@ -47,6 +48,7 @@ WRITTEN = {
     "objects": 'weather|{"city": "Oslo", "unit": "°C"}',
     "items": "weather|city=Oslo|unit=°C",
     "text": 'weather|{"city":"Oslo", "unit":"°C"}',
+    "python": 'weather|{"city":"Oslo", "unit":"°C"}',
     "either": 'weather|{"city": "Oslo", "unit": "°C"}',
 }
 ARGUMENTS = {"city": "Oslo", "unit": "°C"}
@@ -92,6 +94,23 @@ FORMS = {
             {"role": "function", "name": "weather", "content": "4"},
         ]
     },
+    "a function as JSON": {
+        "messages": [
+            ASKED,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": "",
+                "function_call": json.dumps({"name": "weather", "arguments": TEXT}),
+            },
+        ]
+    },
+    "calls as JSON": {
+        "messages": [
+            ASKED,
+            {**calling(TEXT), "tool_calls": json.dumps(calling(TEXT)["tool_calls"])},
+        ]
+    },
     "without a type": {
         "messages": [
             ASKED,
@@ -117,6 +136,12 @@ FORMS = {
             },
         ]
     },
+    "sharegpt's list of OpenAI's": {
+        "conversations": [
+            {"from": "human", "value": "How warm?"},
+            {"from": "function_call", "value": json.dumps(calling(TEXT)["tool_calls"])},
+        ]
+    },
 }
 
 
@@ -130,7 +155,7 @@ def test_a_call_is_rendered_as_the_template_takes_it(tokenizer, form, kind):
 @pytest.mark.parametrize("kind", CALLS)
 def test_arguments_may_be_objects(tokenizer, kind):
     template = TEMPLATE.replace("CALL", CALLS[kind])
-    expected = WRITTEN["objects"] if kind == "text" else WRITTEN[kind]
+    expected = WRITTEN["objects"] if kind in ("text", "python") else WRITTEN[kind]
     assert said({"messages": [ASKED, calling(ARGUMENTS)]}, tokenizer, template) == expected
 
 
@@ -140,17 +165,37 @@ def test_what_the_functions_answered_stays_theirs(tokenizer):
     assert [m["role"] for m in chat_of(FORMS["sharegpt"]).messages] == roles
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [("", "{}"), ("{}", "{}"), ({}, "{}")])
-def test_a_call_may_have_no_arguments(tokenizer, arguments, shown):
-    row = {"messages": [ASKED, calling(arguments)]}
+@pytest.mark.parametrize("arguments", ["", "{}", {}, None])
+def test_a_call_may_have_no_arguments(tokenizer, arguments):
+    message = calling(arguments)
+    message["tool_calls"] += calling(TEXT)["tool_calls"]  # as it is without the other
     template = TEMPLATE.replace("CALL", CALLS["objects"])
-    assert said(row, tokenizer, template) == f"weather|{shown}"
+    row = {"messages": [ASKED, message]}
+    assert said(row, tokenizer, template) == "weather|{}" + WRITTEN["objects"]
 
 
-@pytest.mark.parametrize("arguments", ["{", "Oslo", "[1]", '{"a": 1, "a": 2}', 5, [1]])
-def test_arguments_that_are_no_object_are_refused(arguments):
+WRONG = [
+    *[
+        calling(given)["tool_calls"][0]
+        for given in ("{", "Oslo", "[1]", '{"a": 1, "a": 2}', 5, [1])
+    ],
+    {"name": "weather", "parameters": {"city": "Oslo"}},
+    {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}},
+    {"function": {"arguments": {"city": "Oslo"}}},
+    {"function": "weather"},
+]
+
+
+@pytest.mark.parametrize("call", WRONG, ids=str)
+def test_a_call_without_name_or_arguments_is_refused(call):
     with pytest.raises(ChatError, match=r"chats.jsonl:7: messages\[1\].tool_calls\[0\]: expected"):
-        chat_of({"messages": [ASKED, calling(arguments)]})
+        chat_of({"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]})
+
+
+def test_a_template_that_needs_content_gets_it(tokenizer):
+    needs = TEMPLATE.replace("(message.content or '')", "message['content'] + ''")
+    row = {"messages": [ASKED, calling(TEXT, content=None)]}
+    assert said(row, tokenizer, needs.replace("CALL", CALLS["text"])) == WRITTEN["text"]
 
 
 DROPS = {
@@ -236,13 +281,25 @@ def test_a_null_in_arguments_that_are_text_was_said_and_stays(tokenizer):
     assert said(row, tokenizer, template) == 'weather|{"city": null}'
 
 
-@pytest.mark.parametrize("where", ["tools", "functions", "input"])
+def test_calls_outside_the_markers_of_a_template_are_refused(tokenizer):
+    marked = (
+        "{%- for message in messages -%}{{ message.role }}{%- generation -%}"
+        "{{ message.content }}{%- endgeneration -%}{{ message.tool_calls | tojson }}{%- endfor -%}"
+    )
+    row = {"messages": [ASKED, calling(TEXT, content="Let me see.")]}
+    with pytest.raises(ChatError, match="leaves out 1 of the 2 texts and tool calls"):
+        said(row, tokenizer, marked)
+
+
+@pytest.mark.parametrize("where", ["tools", "bare tools", "functions", "input"])
 def test_the_tools_of_a_row_are_rendered(tokenizer, where):
     function = {"name": "weather", "parameters": {}}
     tools = [{"type": "function", "function": function}]
     row: dict = {"messages": [ASKED, calling(TEXT)], "tools": tools}
     if where == "functions":
         row = {"messages": row["messages"], "functions": [function]}
+    elif where == "bare tools":
+        row["tools"] = json.dumps([function])
     elif where == "input":
         answers = [calling(TEXT)]
         row = {
