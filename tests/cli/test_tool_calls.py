@@ -166,7 +166,9 @@ def test_a_template_that_leaves_out_a_call_is_refused_with_advice_that_works(tok
     message = calling(TEXT, content="Let me see.")
     message["tool_calls"] *= 2
     row = {"messages": [ASKED, message], "tools": [{"name": "weather"}]}
-    with pytest.raises(ChatError, match=r"leaves out \d tool calls, which would not be scored; pass"):
+    with pytest.raises(
+        ChatError, match=r"leaves out \d tool calls, which would not be scored; pass"
+    ):
         said(row, tokenizer, TEMPLATE.replace("CALL", DROPS[name]))
     copy = TEMPLATE.replace("CALL", CALLS["objects"])
     assert said(row, tokenizer, copy) == "Let me see." + 2 * WRITTEN["objects"]
