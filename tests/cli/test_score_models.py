@@ -213,9 +213,9 @@ def test_the_base_of_adapters_may_be_named(models, write_chats, tmp_path, refuse
     assert "--base" in said
     edit(config, base_model_name_or_path=None)
     assert "name no base model; pass --base MODEL" in refused(tmp_path / "lora")
+    assert "leave it out" in refused(models.policy, "--base", models.reference)
     code, _ = score(write_chats(GOOD), "--base", models.reference, policy=tmp_path / "lora")
     assert code == 0
-    assert "leave it out" in refused(models.policy, "--base", models.reference)
 
 
 def test_adapters_that_do_not_fit_are_refused(models, folder, tmp_path, refused):

@@ -55,14 +55,7 @@ exit codes:
 
 # Modules that commands import and that a plain installation may lack, named as their packages.
 OPTIONAL = (
-    "transformers",
-    "tokenizers",
-    "tqdm",
-    "jinja2",
-    "pyarrow",
-    "rich",
-    "matplotlib",
-    "vllm",
+    *("transformers", "tokenizers", "tqdm", "jinja2", "pyarrow", "rich", "matplotlib", "vllm"),
     "peft",
 )
 

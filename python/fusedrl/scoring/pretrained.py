@@ -17,7 +17,6 @@ from transformers import (
 from fusedrl.scoring.checkpoint import check_causal, check_complete, check_finite, check_kind
 from fusedrl.scoring.errors import ScoreError, reason
 
-
 _REMEDY = "pass a directory that save_pretrained wrote, or a name on the hub"
 _BASE = "pass the model that the adapters were trained on as --base"
 
