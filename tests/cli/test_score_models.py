@@ -40,8 +40,8 @@ def folder(models, tmp_path):
 def refused(write_chats, score, capsys):
     """What the command says of a policy that it refuses, having written nothing."""
 
-    def run(policy, *options):
-        code, out = score(write_chats(GOOD), *options, policy=policy)
+    def run(policy, *options, **other):
+        code, out = score(write_chats(GOOD), *options, policy=policy, **other)
         assert code == 2
         assert not out.exists()
         said = capsys.readouterr().err.strip().splitlines()[-1]
@@ -140,6 +140,102 @@ def test_a_folder_that_is_not_there_is_named(write_chats, score, capsys, role, n
     assert code == 2
     told = f"score: {role}: cannot load a tokenizer from '{name}' (there is no such directory): "
     assert told in capsys.readouterr().err
+
+
+def test_a_folder_that_has_checkpoints_alone_names_them(
+    models, tmp_path, refused, score, write_chats
+):
+    for step in (10, 5):
+        shutil.copytree(models.policy, tmp_path / "run" / f"checkpoint-{step}")
+    said = refused(tmp_path / "run")
+    advised = said.rpartition("; pass one of its checkpoints, such as ")[2]
+    assert advised == str(tmp_path / "run" / "checkpoint-10")
+    code, _ = score(write_chats(GOOD), policy=advised)
+    assert code == 0
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused_by_its_folder(models, tmp_path, refused):
+    for name, source in (("policy", models.policy), ("other", models.reference)):
+        shutil.copytree(source, tmp_path / name)
+        (tmp_path / name / "tokenizer.json").unlink()
+    said = refused(tmp_path / "policy", reference=tmp_path / "other")
+    assert f"policy: expected a tokenizer with a vocabulary in '{tmp_path / 'policy'}'" in said
+    said = refused(models.policy, reference=tmp_path / "other")
+    assert f"reference: expected a tokenizer with a vocabulary in '{tmp_path / 'other'}'" in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused(models, folder, refused, value, dtype):
+    model = AutoModelForCausalLM.from_pretrained(models.policy, dtype=dtype)
+    model.get_input_embeddings().weight.data[-1, -1] = value  # of a token that no chat has
+    model.save_pretrained(folder)
+    assert "got NaN or infinite ones in model.embed_tokens.weight of" in refused(folder)
+
+
+def adapters(model, folder, **options):
+    """A folder of peft adapters that move every logit, and the logits of the model with them."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **options))
+    torch.manual_seed(0)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    adapted.save_pretrained(folder)
+    return adapted.merge_and_unload()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}])
+def test_adapters_are_scored_as_the_model_that_they_are_merged_into(
+    models, write_chats, tmp_path, options
+):
+    merged = adapters(AutoModelForCausalLM.from_pretrained(models.reference), tmp_path / "lora")
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(models.reference).save_pretrained(tmp_path / "merged")
+    path, found = write_chats(GOOD, chat("Name a colour.", "Blue.")), []
+    for policy in ("lora", "merged"):
+        pair = str(tmp_path / policy), models.reference
+        score_chats(path, *pair, tmp_path / "out")
+        found.append([row["kl"] for row in rows(tmp_path / "out" / "tokens.parquet")])
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert max(found[0]) > 3e-4
+    swapped = models.reference, str(tmp_path / "lora")
+    summary = score_chats(path, *swapped, tmp_path / "out", Settings(forward_kl=True))
+    assert summary.mean("kl_forward_mean") == pytest.approx(sum(found[0]) / len(found[0]), abs=1e-6)
+
+
+def test_the_base_of_adapters_may_be_named(models, write_chats, tmp_path, refused, score):
+    adapters(AutoModelForCausalLM.from_pretrained(models.reference), tmp_path / "lora")
+    config = tmp_path / "lora" / "adapter_config.json"
+    edit(config, base_model_name_or_path=str(tmp_path / "moved"))
+    said = refused(tmp_path / "lora")
+    assert f"cannot load a tokenizer from '{tmp_path / 'moved'}' (there is no such dir" in said
+    assert "--base" in said
+    edit(config, base_model_name_or_path=None)
+    assert "name no base model; pass --base MODEL" in refused(tmp_path / "lora")
+    assert "leave it out" in refused(models.policy, "--base", models.reference)
+    code, _ = score(write_chats(GOOD), "--base", models.reference, policy=tmp_path / "lora")
+    assert code == 0
+
+
+def test_adapters_that_do_not_fit_are_refused(models, folder, tmp_path, refused):
+    from safetensors.torch import load_file, save_file
+
+    adapters(AutoModelForCausalLM.from_pretrained(models.reference), tmp_path / "lora")
+    file = tmp_path / "lora" / "adapter_model.safetensors"
+    weights = load_file(file)
+    first = next(iter(weights))
+    for other in (
+        {key: x for key, x in weights.items() if key != first},
+        {**weights, first.replace("layers.0", "layers.7"): weights[first].clone()},
+        {**weights, first: weights[first][:, :-1].contiguous()},
+    ):
+        save_file(other, file)
+        assert "do not fit" in refused(tmp_path / "lora")
+    file.unlink()
+    assert "do not fit" in refused(tmp_path / "lora")
+    edit(tmp_path / "lora" / "adapter_config.json", peft_type="PROMPT_TUNING")
+    assert "which adds tokens" in refused(tmp_path / "lora")
 
 
 def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):

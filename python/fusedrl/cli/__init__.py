@@ -54,7 +54,10 @@ exit codes:
 """
 
 # Modules that commands import and that a plain installation may lack, named as their packages.
-OPTIONAL = ("transformers", "tokenizers", "tqdm", "jinja2", "pyarrow", "rich", "matplotlib", "vllm")
+OPTIONAL = (
+    *("transformers", "tokenizers", "tqdm", "jinja2", "pyarrow", "rich", "matplotlib", "vllm"),
+    "peft",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,8 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or chosen and rejected",
     )
     model = {"required": True, "metavar": "MODEL"}
-    parser.add_argument("--policy", **model, help="folder of the policy, or its name on the hub")
+    parser.add_argument(
+        "--policy",
+        **model,
+        help="folder of the policy, or of its peft adapters, or its name on the hub",
+    )
     parser.add_argument("--reference", **model, help="the same of the reference")
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="the model under the adapters (default: the one that their configuration names)",
+    )
     parser.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="folder for the three files"
     )

@@ -77,15 +77,27 @@ def check_complete(role: str, name: str, model: PreTrainedModel, loading: dict[s
     )
 
 
+def check_finite(role: str, name: str, model: torch.nn.Module) -> None:
+    """Refuse weights that are not finite, as training that diverged leaves them.
+
+    Raises:
+        ScoreError: a weight is NaN or infinite.
+    """
+    for key, weight in model.named_parameters():
+        if weight.is_floating_point() and not bool(weight.float().isfinite().all()):
+            raise ScoreError(
+                f"{role}: expected finite weights, got NaN or infinite ones in {key} of {name!r}; "
+                "pass a checkpoint from before the training diverged"
+            )
+
+
 def _kind(key: str) -> str:
     """The name of a parameter without the numbers of its layer and expert."""
     return re.sub(r"\d+", "#", key)
 
 
 @torch.inference_mode()
-def check_causal(
-    role: str, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> int:
+def check_causal(role: str, name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     """The number of logits of a model, after a trial that shows that the model is causal.
 
     Raises:

@@ -88,7 +88,7 @@ def score_chats(
             ``{"messages": [{"role", "content"}, ...]}``, ``{"prompt", "completion"}``, ShareGPT's,
             Alpaca's, or pairs of answers. An optional ``"rollout_log_probs"`` has the engine's
             log-prob of each scored token or of each token.
-        policy: directory or hub name of the trained model.
+        policy: directory or hub name of the trained model, or a directory of peft adapters.
         reference: directory or hub name of the model that it is compared with.
         out: directory to write into; made if absent.
         settings: how to score; ``None`` for the defaults.
@@ -130,7 +130,8 @@ def score_chats(
         on_progress()
 
     with whole_files(out, inputs) as folder:
-        models = load_pair(policy, reference, settings.device, settings.dtype, template)
+        chosen = settings.device, settings.dtype, template, settings.base
+        models = load_pair(policy, reference, *chosen)
         facts["dtype"] = str(models.policy.dtype).removeprefix("torch.")
         facts |= {"device": str(models.device), "fusedrl": fusedrl.__version__}
         report = HtmlReport(facts, settings.report_chats, settings.rollout_bound)

@@ -14,8 +14,19 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fusedrl.scoring.checkpoint import check_causal, check_complete, check_kind
+from fusedrl.scoring.checkpoint import check_causal, check_complete, check_finite, check_kind
 from fusedrl.scoring.errors import ScoreError, reason
+
+_REMEDY = "pass a directory that save_pretrained wrote, or a name on the hub"
+_BASE = "pass the model that the adapters were trained on as --base"
+
+
+class Source(NamedTuple):
+    """Where a model comes from: ``adapter`` is the folder of the adapters on ``model``, if any."""
+
+    role: str
+    model: str
+    adapter: str | None
 
 
 class ModelPair(NamedTuple):
@@ -24,8 +35,8 @@ class ModelPair(NamedTuple):
     ``classes`` is how many of their logits are of tokens, where they have other numbers of them.
     """
 
-    policy: PreTrainedModel
-    reference: PreTrainedModel
+    policy: Any
+    reference: Any
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     context: int | None
@@ -33,17 +44,23 @@ class ModelPair(NamedTuple):
 
 
 def load_pair(
-    policy: str, reference: str, device: str, dtype: str, template: str | None
+    policy: str,
+    reference: str,
+    device: str,
+    dtype: str,
+    template: str | None,
+    base: str | None = None,
 ) -> ModelPair:
     """Load both models and the policy's tokenizer.
 
     Args:
-        policy: directory or hub name.
+        policy: directory or hub name, of a model or of adapters for one.
         reference: directory or hub name; its tokenizer must have the policy's vocabulary.
         device: a torch device, or ``"auto"``: CUDA where there is one.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: float32 on the CPU, the
             checkpoint's own elsewhere.
         template: a chat template that replaces the tokenizer's own.
+        base: the model under adapters; ``None`` for the one that their configuration names.
 
     Raises:
         ScoreError: a model does not load, is not causal, or has other weights than its
@@ -54,16 +71,16 @@ def load_pair(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto" and device.startswith("cpu"):
         dtype = "float32"
-    tokenizer = _load(AutoTokenizer, "policy", policy)
-    _check_same_vocabulary(tokenizer, _load(AutoTokenizer, "reference", reference))
+    sources = [_source("policy", policy, base), _source("reference", reference, base)]
+    if base is not None and not any(source.adapter for source in sources):
+        raise ScoreError("base: expected adapters as policy or reference, got none; leave it out")
+    tokenizer, other = map(_tokenizer, sources)
+    _check_same_vocabulary(tokenizer, other)
     if template is None and not tokenizer.chat_template:
         raise ScoreError(
             f"policy: the tokenizer of {policy!r} has no chat template; pass --chat-template FILE"
         )
-    loaded = [
-        _model(role, name, device, dtype, tokenizer)
-        for role, name in (("policy", policy), ("reference", reference))
-    ]
+    loaded = [_model(source, device, dtype, tokenizer) for source in sources]
     models, widths = [model for model, _ in loaded], {width for _, width in loaded}
     contexts = [
         getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models
@@ -96,14 +113,51 @@ def read_template(path: Path | None) -> str | None:
     return text
 
 
+def _source(role: str, name: str, base: str | None) -> Source:
+    if not Path(name, "adapter_config.json").exists():
+        return Source(role, name, None)
+    from peft import PeftConfig
+
+    config = _load(PeftConfig, role, name)
+    if config.is_prompt_learning:
+        raise ScoreError(
+            f"{role}: expected adapters of weights, got {config.peft_type.value} from {name!r}, "
+            "which adds tokens; they cannot be scored"
+        )
+    found = base or config.base_model_name_or_path
+    if not found:
+        raise ScoreError(f"{role}: the adapters in {name!r} name no base model; pass --base MODEL")
+    return Source(role, found, name)
+
+
+def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside the adapters, if any does, or else that of the model."""
+    name, remedy = source.adapter or source.model, _REMEDY
+    if source.adapter is not None and not Path(source.adapter, "tokenizer_config.json").exists():
+        name, remedy = source.model, _BASE
+    tokenizer = _load(AutoTokenizer, source.role, name, remedy)
+    # Without its file, transformers makes one of the special tokens alone.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.added_tokens_encoder):
+        raise ScoreError(
+            f"{source.role}: expected a tokenizer with a vocabulary in {name!r}, got special "
+            "tokens alone; save it there with tokenizer.save_pretrained"
+        )
+    return tokenizer
+
+
 def _model(
-    role: str, name: str, device: str, dtype: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[PreTrainedModel, int]:
-    check_kind(role, name, _load(AutoConfig, role, name))
+    source: Source, device: str, dtype: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Any, int]:
+    role, name, adapter = source
+    remedy = _REMEDY if adapter is None else _BASE
+    check_kind(role, name, _load(AutoConfig, role, name, remedy))
     # Missing or misshapen weights would be drawn at random. They are listed instead, and refused.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, loading = _load(AutoModelForCausalLM, role, name, dtype=dtype, **options)
+    model, loading = _load(AutoModelForCausalLM, role, name, remedy, dtype=dtype, **options)
     check_complete(role, name, model, loading)
+    if adapter is not None:
+        model, name = _adapted(role, model, adapter), adapter
+    check_finite(role, name, model)
     try:
         model = model.eval().to(device)
         width = check_causal(role, name, model, tokenizer)
@@ -122,15 +176,35 @@ def _model(
     return model, width
 
 
-def _load(kind: Any, role: str, name: str, **options: Any) -> Any:
+def _adapted(role: str, model: PreTrainedModel, name: str) -> Any:
+    """The model with the adapters of a folder, all of whose weights have a place in the model."""
+    from peft import PeftConfig, PeftModel
+
+    try:
+        adapted = PeftModel(model, PeftConfig.from_pretrained(name))
+        loading = adapted.load_adapter(name, "default")
+    except Exception as error:  # a misshapen weight, a missing file, or a layer that is not there
+        problem = reason(error)
+    else:
+        if not loading.missing_keys and not loading.unexpected_keys:
+            return adapted
+        problem = f"expected {loading.missing_keys[:1]}, got {loading.unexpected_keys[:1]}"
+    raise ScoreError(
+        f"{role}: the adapters in {name!r} do not fit {model.name_or_path!r}: {problem}; {_BASE}"
+    )
+
+
+def _load(kind: Any, role: str, name: str, remedy: str = _REMEDY, **options: Any) -> Any:
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # the parsers of weights and tokenizers raise many types
         what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(kind, "model")
-        absent = "" if Path(name).is_dir() else " (there is no such directory)"
+        folder = Path(name)
+        absent = "" if folder.is_dir() else " (there is no such directory)"
+        if checkpoints := sorted(folder.glob("checkpoint-*/"), key=lambda c: (len(c.name), c.name)):
+            remedy = f"pass one of its checkpoints, such as {checkpoints[-1]}"
         raise ScoreError(
-            f"{role}: cannot load a {what} from {name!r}{absent}: {reason(error)}; "
-            "pass a directory that save_pretrained wrote, or a name on the hub"
+            f"{role}: cannot load a {what} from {name!r}{absent}: {reason(error)}; {remedy}"
         ) from error
 
 

@@ -21,6 +21,8 @@ class Settings:
             ranking estimate from the two log-probs of a token. ``None`` takes the exact KL
             divergence of the policy from the reference, which holds for any text.
         forward_kl: also compute the exact divergence of the reference from the policy.
+        base: the model under adapters, where policy or reference is a folder of adapters; ``None``
+            takes the one that their configuration names.
         temperature: divisor of both models' logits.
         device: torch device, or ``"auto"``.
         dtype: a torch dtype, or ``"auto"``: float32 on the CPU, the checkpoint's own elsewhere.
@@ -42,6 +44,7 @@ class Settings:
 
     estimator: str | None = None
     forward_kl: bool = False
+    base: str | None = None
     temperature: float = 1.0
     device: str = "auto"
     dtype: str = "auto"
