@@ -68,6 +68,29 @@ GENERATION{{ answer + '<|im_end|>' }}END
 """
 
 
+# As Qwen3.5's: the prompt of an answer has an empty block for reasoning, earlier answers have none.
+PROMPTED = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\n' }}
+{%- if message.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}
+{{ message.content + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}
+{%- endif -%}
+"""
+# As gpt-oss's: the last answer ends in another token.
+OTHER_END = CHANNEL.replace(
+    "{{ answer + '<|im_end|>' }}",
+    "{{ answer + ('<|endoftext|>' if loop.last else '<|im_end|>') }}",
+)
+# As Phi-3's: a token is behind the whole conversation.
+BEHIND = CHATML.replace(
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}",
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|endoftext|>' }}",
+)
+
+
 def without_markers(template: str) -> str:
     """``template`` without its generation markers."""
     return template.replace("GENERATION", "").replace("END", "")

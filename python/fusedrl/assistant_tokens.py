@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from torch import Tensor
 
 Message = Mapping[str, Any]
 _PROBE = "fusedrl"  # said in the place of a turn, to see its header
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # a message's, beside its content
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Transformers has one compiled template for all threads, which notes the markers of one rendering.
@@ -194,23 +197,32 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
             f"{where}: the chat template renders this turn without its generation prompt, which "
             f"ends in {prompt[-24:]!r}, so where the turn begins is not known"
         )
-    said = _said(prompt, rendered, text, _text_of(messages[turn].get("content")))
-    if said is None:
+    said, message = rendered[len(prompt) :], messages[turn]
+    alone, content = renderer.text(before), _text_of(message.get("content"))
+    opening = prompt[len(alone) :] if prompt.startswith(alone) else ""
+    decoder = renderer.tokenizer.added_tokens_decoder
+    specials = [str(token) for token in decoder.values() if token.special]
+    body = _without_end(said, content, specials)
+    # What may be before the content of a turn that is the last: a block for reasoning, empty here.
+    most = max(body.rfind(content), 0)
+    if not content and message.get("tool_calls"):
+        most = max(len(body) - 1, 0)
+    if any(message.get(key) for key in _REASONING):
+        most = 0
+    place = _place(text, prompt, opening, body, most)
+    if place is None:
         raise Unknown(
             f"{where}: the chat template renders this turn differently once later messages follow, "
             "so its tokens cannot be found"
         )
-    decoder = renderer.tokenizer.added_tokens_decoder
-    specials = [str(token) for token in decoder.values() if token.special]
-    closing = max((said.rfind(s) + len(s) for s in specials if s in said), default=len(said))
-    if not said[closing:].strip():
-        said = said[:closing]
-    if said and prompt == renderer.text(before) and _header(renderer, prompt, messages, turn) != "":
+    start, end = place
+    end += len(_closing(said[len(body) :], text[end:], opening, specials))
+    if start < end and prompt == alone and _header(renderer, prompt, messages, turn) != "":
         raise Unknown(
             f"{where}: the chat template ignores add_generation_prompt and does not open the turn "
             "with what is said, so where its header ends is not known"
         )
-    return Span(len(prompt), len(prompt) + len(said))
+    return Span(start, end)
 
 
 def _header(renderer: Renderer, prompt: str, messages: Sequence[Message], turn: int) -> str | None:
@@ -231,15 +243,41 @@ def _text_of(content: Any) -> str:
     return (content or "").strip()
 
 
-def _said(prompt: str, turn: str, text: str, content: str) -> str | None:
-    """The text that ``turn`` adds to ``prompt``, if the whole ``text`` has it at that place.
+def _without_end(said: str, content: str, specials: Sequence[str]) -> str:
+    """A turn without the special tokens and the white space behind its content."""
+    kept = content if content in said else ""  # which may itself end in such tokens
+    body = said.rstrip()
+    while found := next((s for s in specials if body.endswith(s)), None):
+        shorter = body.removesuffix(found).rstrip()
+        if kept not in shorter:
+            break
+        body = shorter
+    return body
 
-    Some templates put an empty reasoning block before the last turn only. What was said is then the
-    turn without that block. ``None`` if anything else differs.
+
+def _place(text: str, prompt: str, opening: str, body: str, most: int) -> Span | None:
+    """Where ``text`` has a turn that is rendered behind a ``prompt`` for it.
+
+    Where later messages follow, some templates leave out how they open the last turn: the end of
+    the ``opening``, which is in the prompt, or up to ``most`` characters of the turn.
     """
-    if not text.startswith(prompt):
-        return None
-    said, rest = turn[len(prompt) :], text[len(prompt) :]
-    # A turn without content may have calls.
-    last = max(said.rfind(content), 0) if content else max(len(said) - 1, 0)
-    return next((said[k:] for k in range(last + 1) if rest.startswith(said[k:])), None)
+    for start in range(len(prompt), len(prompt) - len(opening) - 1, -1):
+        if text.startswith(prompt[:start]):
+            for left_out in range(most + 1):
+                if text.startswith(body[left_out:], start):
+                    return Span(start, start + len(body) - left_out)
+    return None
+
+
+def _closing(end: str, rest: str, opening: str, specials: Sequence[str]) -> str:
+    """What ends a turn in the text, where the turn alone has ``end``: up to its last special token.
+
+    The last turn may end in another token than the others, which is then the first of ``rest``.
+    """
+    pairs = zip(end, rest, strict=False)
+    shared = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if not any(special in end for special in specials):
+        return shared
+    ends = [shared[: shared.rfind(s) + len(s)] for s in specials if s in shared]
+    ends += [s for s in specials if rest.startswith(s) and s not in opening]
+    return max(ends, key=len, default="")

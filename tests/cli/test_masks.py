@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 from chat_templates import (
+    BEHIND,
     BRACKETS,
     CHANNEL,
     CHATML,
     HEADERLESS_PROMPT,
+    OTHER_END,
+    PROMPTED,
     REASONING,
     TRIMMED,
     with_markers,
@@ -16,11 +19,14 @@ from chat_templates import (
 
 pytest.importorskip("transformers")
 
+from pathlib import Path
+
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as bpe
 from transformers import PreTrainedTokenizerFast
 
 from fusedrl.demo import CHATS
+from fusedrl.demo.models import make_tokenizer
 from fusedrl.scoring.chats import Chat, parse_chats
 from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.records import read_records
@@ -131,6 +137,68 @@ def test_an_empty_reasoning_block_in_the_last_turn_only(tokenizer):
     assert turns == {1: "b<|im_end|>", 3: "<think>\n\n</think>\n\nd<|im_end|>"}
     empty = make_chat(("user", "a"), ("assistant", ""), ("user", "c"), ("assistant", "d"))
     assert said(tokenize_chat(empty, tokenizer, REASONING)) == turns | {1: "<|im_end|>"}
+
+
+TWO = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+LAST = {
+    "a prompt with a block": (PROMPTED, {1: "b<|im_end|>", 3: "d<|im_end|>"}),
+    "an end of its own": (
+        OTHER_END,
+        {1: "<|endoftext|>final\nb<|im_end|>", 3: "<|endoftext|>final\nd<|endoftext|>"},
+    ),
+    "a token behind all": (BEHIND, {1: "b<|im_end|>", 3: "d<|im_end|>\n<|endoftext|>"}),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_a_template_may_render_the_last_turn_in_its_own_way(tokenizer, name):
+    template, expected = LAST[name]
+    tokenized = tokenize_chat(make_chat(*TWO), tokenizer, without_markers(template))
+    assert said(tokenized) == expected
+
+
+def test_reasoning_beside_the_content_is_not_left_out(tokenizer):
+    template = REASONING.replace("<think>\\n\\n", "<think>\\n' + (message.reasoning or '') + '\\n")
+    chat = make_chat(*TWO)
+    assert said(tokenize_chat(chat, tokenizer, template))[1] == "b<|im_end|>"
+    chat.messages[1]["reasoning"] = "hm"
+    with pytest.raises(ChatError, match=r"messages\[1\]: the chat template renders this turn diff"):
+        tokenize_chat(chat, tokenizer, template)
+
+
+# Templates of TRL, several turns of which are rendered otherwise than one.
+REAL = {
+    "qwen3": ("b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"),
+    "qwen3_5_think": ("b<|im_end|>", "\n</think>\n\nd<|im_end|>"),
+    "qwen3_5_nothink": ("b<|im_end|>", "d<|im_end|>"),
+    "qwen3_6": ("b<|im_end|>", "\n</think>\n\nd<|im_end|>"),
+    "gptoss": ("<|channel|>final<|message|>b<|end|>", "<|channel|>final<|message|>d<|return|>"),
+    "phi3": ("b<|end|>", "d<|end|>\n<|endoftext|>"),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_several_turns_of_a_real_template(name):
+    trl = pytest.importorskip("trl")
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    if not file.exists():
+        pytest.skip(f"this TRL has no template of {name}")
+    tokenizer = make_tokenizer([""], size=0)
+    special = ["<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<|endoftext|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenized = tokenize_chat(make_chat(*TWO), tokenizer, file.read_text())
+    assert said(tokenized) == dict(zip((1, 3), REAL[name], strict=True))
+
+
+def test_a_template_gets_variables(tokenizer):
+    for template in (without_markers(CHATML), with_markers(CHATML)):
+        template = "{{ 'slow ' if slow else 'fast ' }}" + template
+        given = [
+            "".join(tokenize_chat(make_chat(*TWO), tokenizer, template, variables=variables).texts)
+            for variables in (None, {"slow": True})
+        ]
+        assert given[0].removeprefix("fast ") == given[1].removeprefix("slow ")
 
 
 PLAIN = "{%- for m in messages -%}{{ m.role | upper + ': ' + m.content + '\\n' }}{%- endfor -%}"

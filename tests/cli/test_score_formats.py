@@ -307,6 +307,24 @@ def test_a_limit_is_of_rows_from_the_first(score, tmp_path, capsys):
     assert "limit: expected at least 1, got 0" in capsys.readouterr().err
 
 
+def test_variables_of_the_template_are_given_as_json(score, tmp_path, capsys):
+    path, template = tmp_path / "chats.jsonl", tmp_path / "template.jinja"
+    path.write_bytes(lines(PLAIN[:1]))
+    template.write_text(
+        "{{ messages[0].content }}{%- generation -%}{{ messages[1].content + mark }}"
+        "{%- endgeneration -%}"
+    )
+    options = "--chat-template", template, "--chat-template-kwargs"
+    code, out = score(path, *options, '{"mark": "!"}')
+    assert code == 0
+    assert [row["text"] for row in rows(out / "tokens.parquet")][-1] == "!"
+    assert re.search(r"mark\W+(<[^>]*>\W*)*!", (out / "report.html").read_text())
+    for wrong in ("mark", "[1]"):
+        with pytest.raises(SystemExit):
+            score(path, *options, wrong)
+        assert "expected an object of JSON" in capsys.readouterr().err
+
+
 def test_a_script_gets_the_summary_as_one_line_of_json(score, tmp_path, capsys):
     path = tmp_path / "chats.jsonl"
     path.write_bytes(PREFERENCES["strings.jsonl"] + b"\n{")

@@ -284,7 +284,8 @@ def test_a_null_in_arguments_that_are_text_was_said_and_stays(tokenizer):
 def test_calls_outside_the_markers_of_a_template_are_refused(tokenizer):
     marked = (
         "{%- for message in messages -%}{{ message.role }}{%- generation -%}"
-        "{{ message.content }}{%- endgeneration -%}{{ message.tool_calls | default([]) | tojson }}{%- endfor -%}"
+        "{{ message.content }}{%- endgeneration -%}"
+        "{{ message.tool_calls | default([]) | tojson }}{%- endfor -%}"
     )
     row = {"messages": [ASKED, calling(TEXT, content="Let me see.")]}
     with pytest.raises(ChatError, match="leaves out 1 of the 2 texts and tool calls"):

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Jinja chat template to use instead of the tokenizer's",
     )
     parser.add_argument(
+        "--chat-template-kwargs",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, as in '{\"enable_thinking\": false}'",
+    )
+    parser.add_argument(
         "--context",
         type=int,
         default=defaults.context,
@@ -148,6 +156,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the summary as one line of JSON, for a script"
     )
+
+
+def _object(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"expected an object of JSON, got {text!r}")
 
 
 def run(args: argparse.Namespace) -> int:

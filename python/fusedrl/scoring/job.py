@@ -117,6 +117,7 @@ def score_chats(
         "temperature": f"{settings.temperature:g}",
         **({"chat template": str(settings.chat_template)} if settings.chat_template else {}),
         **({"limit": str(settings.limit)} if settings.limit else {}),
+        **{name: str(value) for name, value in settings.chat_template_kwargs.items()},
     }
     template = read_template(settings.chat_template)
     inputs = [*records.paths, *([settings.chat_template] if settings.chat_template else [])]
@@ -137,7 +138,7 @@ def score_chats(
         report = HtmlReport(facts, settings.report_chats, settings.rollout_bound)
         mismatches: list[Mismatch] = []
         with Tables(folder, facts) as tables:
-            tokenized = _tokenized(records, models, template, settings.context, skip)
+            tokenized = _tokenized(records, models, template, settings, skip)
             while batch := list(islice(tokenized, BATCH)):
                 for scored in _scored(models, batch, settings, skip):
                     report.add(tables.write(scored), scored)
@@ -158,9 +159,10 @@ def _tokenized(
     records: Records,
     models: ModelPair,
     template: str | None,
-    context: int | None,
+    settings: Settings,
     skip: Callable[[ChatError], None],
 ) -> Iterator[TokenizedChat]:
+    options = template, settings.context or models.context, settings.chat_template_kwargs
     for record in records.rows:
         try:
             found = parse_chats(record)
@@ -169,7 +171,7 @@ def _tokenized(
             continue
         for chat in found:
             try:
-                yield tokenize_chat(chat, models.tokenizer, template, context or models.context)
+                yield tokenize_chat(chat, models.tokenizer, *options)
             except ChatError as error:
                 skip(error)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fusedrl.scoring.errors import ScoreError
 
@@ -29,6 +30,7 @@ class Settings:
         max_tokens_per_batch: largest number of tokens in one forward pass, including padding.
             ``None`` takes what :func:`fusedrl.models.causal_log_probs` chooses.
         chat_template: path of a Jinja chat template that replaces the tokenizer's.
+        chat_template_kwargs: the template's variables, such as ``{"enable_thinking": False}``.
         context: number of tokens of the longest chat that is scored. ``None`` takes the
             ``max_position_embeddings`` of the two models, beyond which most models give no useful
             results.
@@ -50,6 +52,7 @@ class Settings:
     dtype: str = "auto"
     max_tokens_per_batch: int | None = None
     chat_template: Path | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
     limit: int | None = None
     strict: bool = False

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count, pairwise, product
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ def tokenize_chat(
     tokenizer: PreTrainedTokenizerBase,
     template: str | None = None,
     context: int | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> TokenizedChat:
     """Render and tokenise a chat, and find the tokens to score.
 
@@ -59,12 +60,13 @@ def tokenize_chat(
         tokenizer: a fast tokenizer with a chat template.
         template: a Jinja chat template that replaces the tokenizer's own.
         context: the most tokens that a chat may have; ``None`` for any number.
+        variables: what the template gets beside the messages and tools.
 
     Raises:
         ChatError: the chat is too long, the template or the tokenizer refuses it, its assistant
             turns cannot be told from the rest, or its rollout log-probs are of other tokens.
     """
-    renderer = Renderer(tokenizer, template, {"tools": chat.tools})
+    renderer = Renderer(tokenizer, template, {**(variables or {}), "tools": chat.tools})
     try:
         return _tokenized(*_rendered(chat, renderer), renderer, context)
     except Unknown as error:
