@@ -112,10 +112,8 @@ def causal_scores(
     Args:
         policy, reference: models of one vocabulary, as in :func:`causal_log_probs`, and so are
             ``tokens``, ``lengths``, ``mask`` and ``max_tokens_per_forward``.
-        directions: as in :func:`fusedrl.exact_kl`, any number.
+        directions, classes: as in :func:`fusedrl.exact_kl`, any number of directions.
         temperature: positive divisor of both models' logits.
-        classes: how many classes count, the first ones; ``None`` for all, which have to be equally
-            many then.
 
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.

@@ -198,7 +198,7 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
         if classes is not None and loss_function != "exact_kl":
             raise ValueError(
                 f"classes: expected none but for 'exact_kl', got {classes!r} for "
-                f"{loss_function!r}; leave it out, as the teacher's log-probs are not over them"
+                f"{loss_function!r}; leave it out, as the data has the teacher's log-probs"
             )
         super().__init__(*args, **kwargs)
         self.loss_function = loss_function
@@ -245,11 +245,11 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
                 "tensordict: expected tokens to distill in every conversation, got "
                 f"{counts.tolist()}; see its assistant masks"
             )
-        largest = int(batch.tokens[mask].max())
-        if self.classes is not None and largest >= self.classes:
+        counted = batch.tokens[mask]
+        if self.classes is not None and bool((counted >= self.classes).any()):
             raise ValueError(
-                f"classes: expected more than {largest}, which is a token to distill, got "
-                f"{self.classes}; pass len(tokenizer), which counts added tokens"
+                f"classes: expected more than {int(counted.max())}, which is a token to distill, "
+                f"got {self.classes}; pass len(tokenizer), which counts added tokens"
             )
         values = causal_divergences(
             self.actor_network.model,

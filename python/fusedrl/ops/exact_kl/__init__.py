@@ -197,14 +197,14 @@ def check_rows_of_both(
     _rows.check_rows(name, rows, offsets, shift)
     _dispatch.check_tensor(ref, ref_rows, like=f" like {name}")
     _rows.check_rows(ref, ref_rows, None, False)
-    count, ref_count = rows.shape[:-1], ref_rows.shape[:-1]
-    if count != ref_count:
+    shape, ref_shape = rows.shape[:-1], ref_rows.shape[:-1]
+    if shape != ref_shape:
         raise ValueError(
-            f"{ref}: expected as many rows {tuple(count)} as {name}, got {tuple(ref_count)}; "
+            f"{ref}: expected as many rows {tuple(shape)} as {name}, got {tuple(ref_shape)}; "
             "pass those of the same tokens"
         )
     _dispatch.check_device(ref, ref_rows, rows.device)
-    _dispatch.check_mask(mask, count, rows.device, f" for {name}", rows)
+    _dispatch.check_mask(mask, shape, rows.device, f" for {name}", rows)
 
 
 def check_classes(classes: int | None, name: str, own: int, ref: int) -> None:
