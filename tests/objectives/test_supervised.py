@@ -144,16 +144,21 @@ DIVERGENCES = [
         {"reduction": "sum", "assistant_only": False},
     )
 ]
+DIVERGENCES += [
+    options | {"classes": len(tokenizer())}
+    for options in DIVERGENCES
+    if options["loss_function"] == "exact_kl" and options["reduction"] == "mean"
+]
 
 
-def all_log_probs(model, data):
-    """Assistant masks, and log-probs over the vocabulary at each position that predicts a token."""
+def all_log_probs(model, data, classes=None):
+    """Assistant masks, and log-probs over the classes at each position that predicts a token."""
     answer = data.get("history").full.apply_chat_template(
         tokenizer=tokenizer(), return_assistant_tokens_mask=True, add_generation_prompt=False
     )
     rows = answer.get("input_ids", as_list=True)
     masks = [mask.bool() for mask in answer.get("assistant_masks", as_list=True)]
-    return masks, [model(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
+    return masks, [model(row[None]).logits[0, :-1, :classes].log_softmax(-1) for row in rows]
 
 
 def with_classes(data, log_probs, k):
@@ -187,7 +192,10 @@ def test_divergences_from_a_teacher(options):
     options = dict(options)
     k = 5 if options["loss_function"] == "top_k_kl" else 0
     data = data_of("DistillationLoss").select("history")
-    student, teacher = model_of(), model_of("llama")
+    classes = options.get("classes")
+    padding = 8 if classes else 0
+    student = model_of(vocab_size=len(tokenizer()) + padding)
+    teacher = model_of("llama", vocab_size=len(tokenizer()) + 2 * padding)
     exact, exact_teacher = (copy.deepcopy(x).double() for x in (student, teacher))
     if k:
         data = with_classes(data, all_log_probs(teacher, data)[1], k)
@@ -195,9 +203,9 @@ def test_divergences_from_a_teacher(options):
         options["teacher_network"] = actor_of(teacher, HISTORY)
     loss = fusedrl.DistillationLoss(actor_of(student, HISTORY), **options)
     ours, gradients = outcome(loss, student, data)
-    masks, log_probs = all_log_probs(exact, data)
+    masks, log_probs = all_log_probs(exact, data, classes)
     with torch.no_grad():
-        _, theirs = all_log_probs(exact_teacher, data)
+        _, theirs = all_log_probs(exact_teacher, data, classes)
     each = []
     for mask, p, q in zip(masks, log_probs, theirs, strict=True):
         counted = mask if options.get("assistant_only", True) else torch.ones_like(mask)
@@ -229,5 +237,17 @@ def test_a_teacher_of_another_tokenizer_or_width_of_data_is_refused():
     for options in ({"loss_function": "exact_kl"}, {"teacher_network": other}):
         with pytest.raises(ValueError, match="teacher_network: expected one for 'exact_kl' alone"):
             fusedrl.DistillationLoss(student, **options)
+    for function in ("k3", "top_k_kl"):
+        with pytest.raises(ValueError, match="classes: expected none but for 'exact_kl', got 300"):
+            fusedrl.DistillationLoss(student, loss_function=function, classes=300)
+    other = actor_of(model_of(vocab_size=len(tokenizer()) + 8), HISTORY)
+    for classes, why in (
+        (None, "ref_weight: .* pass classes="),
+        (99, r"classes: expected more than \d+, .* got 99; pass len\(tokenizer\)"),
+        (len(tokenizer()) + 8, "classes: expected an integer from 1 to"),
+    ):
+        options = {"loss_function": "exact_kl", "teacher_network": other, "classes": classes}
+        with pytest.raises(ValueError, match=why):
+            fusedrl.DistillationLoss(student, **options)(data)
     with pytest.raises(ValueError, match="loss_function: expected 'k3'"):
         fusedrl.DistillationLoss(student, loss_function="k2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -259,6 +260,51 @@ def test_large_scaled_logits(direction, scale, temperature):
     mine, exact = (gradients(path, p.to(t), q.to(t), upstream) for t in (p.dtype, torch.float64))
     for got, want in zip(mine, exact, strict=True):
         torch.testing.assert_close(got.double(), want, **digits)
+
+
+def padded(call, p, q):
+    return call(p, q)
+
+
+def packed(call, p, q):
+    kl, entropy = call(p.flatten(0, 1), q.flatten(0, 1))
+    return kl.view(2, 3), entropy.view(2, 3)
+
+
+def jagged(call, p, q):
+    offsets = torch.tensor([0, 3, 6])
+    rows = (torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), offsets) for x in (p, q))
+    kl, entropy = call(*rows)
+    return kl.values().view(2, 3), entropy.values().view(2, 3)
+
+
+def compiled(call, p, q):
+    torch._dynamo.reset()
+    return torch.compile(call, backend="aot_eager", fullgraph=True)(p, q)
+
+
+@pytest.mark.parametrize("form", [padded, packed, jagged, compiled])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_first_classes_of_two_widths(form, dtype, direction):
+    """What is beyond them is not read, and gets gradient 0."""
+    p, q = sample((2, 3, 700), dtype)
+    rows = torch.nn.functional.pad(p, (0, 4), value=INF), torch.nn.functional.pad(q, (0, 30))
+
+    def ours(p, q):
+        return form(partial(exact_kl, direction=direction, entropy=True, classes=700), p, q)
+
+    def exact(p, q):
+        p, q = p[..., :700].double(), q[..., :700].double()
+        return definition(p, q, BETA[direction]), entropy_of(p)
+
+    with pytest.raises(ValueError, match=r"ref_logits: .* got 730; pass classes="):
+        exact_kl(*rows)
+    torch.testing.assert_close(ours(*rows), exact(*rows), rtol=1e-5, atol=1e-5, check_dtype=False)
+    found, truth = (gradients(path, *rows, *torch.ones(2, 2, 3)) for path in (ours, exact))
+    for got, want in zip(found, truth, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert not got[..., 700:].any()
 
 
 @settings(max_examples=60, deadline=None)

@@ -165,6 +165,39 @@ def test_classes_that_biases_ban(direction, batch_invariant):
         assert bias[~banned].any()
 
 
+@pytest.mark.parametrize("form", ["packed", "jagged", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_first_classes_of_two_heads(form, dtype, direction):
+    """Rows of a head beyond them are not read, and get gradient 0."""
+    heads = sample((6,), 50, dtype=dtype)
+    wider = [*heads]
+    for i, rows in ((1, 4), (2, 4), (4, 30), (5, 30)):
+        wider[i] = torch.cat((heads[i], torch.full((rows, *heads[i].shape[1:]), torch.nan)))
+
+    def path(heads):
+        call, options = ours, {"direction": direction, "classes": 50}
+        if form == "compiled":
+            torch._dynamo.reset()
+            call = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        elif form == "jagged":
+            nested, offsets = torch.nested.nested_tensor_from_jagged, torch.tensor([0, 2, 6])
+            heads = [nested(x, offsets) if i in (0, 3) else x for i, x in enumerate(heads)]
+        found = call(heads, **options)
+        return found.values() if found.is_nested else found
+
+    def exact(heads):
+        return materialised(given_in(torch.float64, heads), direction=direction)
+
+    with pytest.raises(ValueError, match=r"ref_weight: .* got 80; pass classes="):
+        ours(wider)
+    torch.testing.assert_close(path(wider).double(), exact(heads), rtol=1e-5, atol=1e-5)
+    found, truth = (gradients(*x, torch.ones(6)) for x in ((path, wider), (exact, heads)))
+    for got, want in zip(found, truth, strict=True):
+        torch.testing.assert_close(got[: len(want)], want, rtol=1e-5, atol=1e-5)
+        assert not got[len(want) :].any()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),

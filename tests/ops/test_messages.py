@@ -46,7 +46,8 @@ OF_ROWS = [*OF_LOGITS, *OF_HIDDEN]
 OF_VALUES = ["token_kl", "importance_weights"]
 WITH_TOKENS = [name for name in GOOD if "tokens" in GOOD[name]]
 WITH_TEACHER = ["top_k_kl", "linear_top_k_kl"]
-WITH_DIRECTION = ["exact_kl", "linear_exact_kl", *WITH_TEACHER]
+OF_TWO = ["exact_kl", "linear_exact_kl"]
+WITH_DIRECTION = [*OF_TWO, *WITH_TEACHER]
 LOSS, WEIGHTS, SUPPORT = ["linear_policy_loss"], ["importance_weights"], ["support_log_probs"]
 OF_TOKENS = ("token_advantages", "old_log_probs", "token_weights")
 RECIPE = fusedrl.ops.RECIPES["grpo"]
@@ -125,6 +126,8 @@ WRONG_VALUES = [
     (WITH_DIRECTION, JS | {"beta": 1.5}, "beta"),
     (["exact_kl"], {"ref_logits": ROWS[:3]}, "ref_logits"),
     (["exact_kl"], {"ref_logits": ROWS.bfloat16()}, "ref_logits"),
+    (["exact_kl"], {"ref_logits": torch.zeros(T, V + 1)}, "ref_logits"),
+    *((OF_TWO, {"classes": value}, "classes") for value in (0, V + 1, True, 2.0, "2")),
     (["linear_exact_kl"], {"ref_hidden": torch.zeros(3, H)}, "ref_hidden"),
     (["linear_exact_kl"], {"ref_hidden": torch.zeros(T, H).bfloat16()}, "ref_weight"),
     (["linear_exact_kl"], {"ref_weight": torch.zeros(V + 1, H)}, "ref_weight"),

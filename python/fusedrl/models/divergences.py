@@ -36,6 +36,7 @@ def causal_divergences(
     mask: Tensor | None = None,
     *,
     direction: str = "reverse",
+    classes: int | None = None,
     max_tokens_per_forward: int | None = None,
     share_prefixes: bool = True,
 ) -> Tensor:
@@ -48,7 +49,7 @@ def causal_divergences(
         model: the student, as in :func:`causal_log_probs`, and so are ``tokens``, ``lengths``,
             ``mask``, ``max_tokens_per_forward`` and ``share_prefixes``.
         teacher: a model with the student's vocabulary, or :class:`Classes`.
-        direction: as in :func:`fusedrl.exact_kl`.
+        direction, classes: as in :func:`fusedrl.exact_kl`, the latter for two models alone.
 
     Returns:
         float32 ``[N]`` (float64 for float64 models), and 0 for the first token of every sequence.
@@ -73,7 +74,7 @@ def causal_divergences(
 
         def from_heads(hidden: Tensor, parts: Parts, places: Tensor) -> tuple[Tensor]:
             heads = _pair(hidden, parts, states[places.to(states.device)], ref)
-            return (linear_exact_kl(**heads, direction=direction).kl,)
+            return (linear_exact_kl(**heads, direction=direction, classes=classes).kl,)
 
         return _required("model", model, _states_of(model, batch, from_heads))[0][0]
 
@@ -111,10 +112,8 @@ def causal_scores(
     Args:
         policy, reference: models of one vocabulary, as in :func:`causal_log_probs`, and so are
             ``tokens``, ``lengths``, ``mask`` and ``max_tokens_per_forward``.
-        directions: as in :func:`fusedrl.exact_kl`, any number.
+        directions, classes: as in :func:`fusedrl.exact_kl`, any number of directions.
         temperature: positive divisor of both models' logits.
-        classes: how many classes count, the first ones; ``None`` for all, which have to be equally
-            many then.
 
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.

@@ -137,6 +137,9 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
         teacher_network: for ``"exact_kl"``, a ``TransformersWrapper`` that makes the same tokens.
             It gets no gradient and is no child of the loss: neither its parameters nor its state,
             and it stays on its device.
+        classes: for ``"exact_kl"``, how many classes count, the first ones, as in
+            :func:`fusedrl.exact_kl`: where the heads of student and teacher differ in padding
+            alone, ``len(tokenizer)``. ``None`` for all, which have to be equally many then.
         max_tokens_per_forward, share_prefixes: see :class:`fusedrl.SFTLoss`.
 
     For ``"top_k_kl"`` the data has the classes under the key ``teacher_ids`` and their log-probs
@@ -179,6 +182,7 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
         *args: Any,
         loss_function: Literal["k3", "exact_kl", "top_k_kl"] = "k3",
         teacher_network: TransformersWrapper | None = None,
+        classes: int | None = None,
         **kwargs: Any,
     ) -> None:
         if loss_function not in ("k3", "exact_kl", "top_k_kl"):
@@ -191,9 +195,15 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
                 f"teacher_network: expected one for 'exact_kl' alone, got {teacher_network!r} for "
                 f"{loss_function!r}; the teacher of the others is in the data"
             )
+        if classes is not None and loss_function != "exact_kl":
+            raise ValueError(
+                f"classes: expected none but for 'exact_kl', got {classes!r} for "
+                f"{loss_function!r}; leave it out, as the data has the teacher's log-probs"
+            )
         super().__init__(*args, **kwargs)
         self.loss_function = loss_function
         self._teacher = (teacher_network,)  # a tuple, so that it is no child
+        self.classes = classes
         keys = self.tensor_keys
         read_keys: Any = {
             "k3": [keys.history, keys.teacher_log_prob],
@@ -235,6 +245,12 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
                 "tensordict: expected tokens to distill in every conversation, got "
                 f"{counts.tolist()}; see its assistant masks"
             )
+        counted = batch.tokens[mask]
+        if self.classes is not None and bool((counted >= self.classes).any()):
+            raise ValueError(
+                f"classes: expected more than {int(counted.max())}, which is a token to distill, "
+                f"got {self.classes}; pass len(tokenizer), which counts added tokens"
+            )
         values = causal_divergences(
             self.actor_network.model,
             teacher,
@@ -242,6 +258,7 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
             batch.lengths,
             mask,
             direction=self.kl_direction,
+            classes=self.classes,
             max_tokens_per_forward=self.max_tokens_per_forward,
             share_prefixes=self.share_prefixes,
         )

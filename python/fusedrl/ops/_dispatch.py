@@ -300,6 +300,15 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
         )
 
 
+def check_dtype(name: str, tensor: Tensor, like: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor of another dtype than that of the argument ``like``."""
+    if tensor.dtype != dtype:
+        raise ValueError(
+            f"{name}: expected {dtype} as {like} has, got {tensor.dtype}; convert one of them "
+            "with .to()"
+        )
+
+
 def check_same(
     name: str,
     tensor: Tensor,

@@ -19,6 +19,11 @@ class Head(NamedTuple):
     scale: float
     softcap: float
 
+    def first(self, classes: int) -> Head:
+        """The head of the first classes alone, which shares the memory of this one."""
+        bias = None if self.bias is None else self.bias[:classes]
+        return self._replace(weight=self.weight[:classes], bias=bias)
+
 
 def prepare(
     prefix: str,
@@ -62,7 +67,7 @@ def prepare(
     for name, tensor in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
         if tensor is not None:
             _dispatch.check_device(name, tensor, hidden.device)
-            check_dtype(name, tensor, f"{prefix}hidden", hidden.dtype)
+            _dispatch.check_dtype(name, tensor, f"{prefix}hidden", hidden.dtype)
     return Head(
         _rows.with_unit_stride(hidden),
         _rows.with_unit_stride(weight),
@@ -70,15 +75,6 @@ def prepare(
         _positive(f"{prefix}scale", scale, 1.0),
         _positive(f"{prefix}softcap", softcap, 0.0),
     )
-
-
-def check_dtype(name: str, tensor: Tensor, like: str, dtype: torch.dtype) -> None:
-    """Refuse a tensor of another dtype than that of the argument ``like``."""
-    if tensor.dtype != dtype:
-        raise ValueError(
-            f"{name}: expected {dtype} as {like} has, got {tensor.dtype}; convert one of them "
-            "with .to()"
-        )
 
 
 def reference_logits(head: Head) -> Tensor:

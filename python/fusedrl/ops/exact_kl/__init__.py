@@ -44,6 +44,7 @@ def exact_kl(
     direction: str = "reverse",
     beta: float | None = None,
     entropy: bool = False,
+    classes: int | None = None,
     offsets: Tensor | None = None,
     shift: bool = False,
     temperature: float | Tensor = 1.0,
@@ -75,7 +76,7 @@ def exact_kl(
         logits: the policy's, ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``;
             float32, bfloat16 or float16 (float64 runs through the reference). Dimension V must have
             stride 1, otherwise it is copied; other strides are free.
-        ref_logits: the reference's, of the same shape and dtype; their strides may differ.
+        ref_logits: the reference's, of the same tokens and dtype; their strides may differ.
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its logits are not read.
         direction: ``"reverse"``, ``"forward"`` or ``"jensen_shannon"``.
@@ -83,6 +84,8 @@ def exact_kl(
             between that is at least 1e-30. ``None`` means 1/2.
         entropy: also compute the policy's entropy :math:`-\sum_v p_v \log p_v` of each kept row,
             with gradient.
+        classes: how many classes count, the first ones, as where vocabularies differ in padding.
+            Those beyond get gradient 0. ``None`` for all, which have to be equally many then.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
         shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
             first token of every sequence has divergence 0. Packed logits then need ``offsets``.
@@ -99,8 +102,8 @@ def exact_kl(
 
     Raises:
         TypeError: a mask that is not bool, logits that are not floating point.
-        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, or
-            shapes, dtypes, devices and offsets that do not fit.
+        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, more
+            classes than both have, or shapes, dtypes, devices and offsets that do not fit.
 
     Example:
         >>> import torch
@@ -121,7 +124,11 @@ def exact_kl(
     logits, offsets = batch.values, batch.offsets
     ref_logits, mask = batch.companion("ref_logits", ref_logits), batch.optional("mask", mask)
     divergence = chosen_divergence(direction, beta)
-    _check(logits, ref_logits, mask, offsets, shift)
+    check_rows_of_both("logits", logits, ref_logits, mask, offsets, shift)
+    _dispatch.check_dtype("ref_logits", ref_logits, "logits", logits.dtype)
+    check_classes(classes, "logits", logits.shape[-1], ref_logits.shape[-1])
+    if classes is not None:
+        logits, ref_logits = logits[..., :classes], ref_logits[..., :classes]
     chosen = _dispatch.choose(
         impl, "exact_kl", logits.device, logits.dtype, _dispatch.KERNEL_DTYPES
     )
@@ -177,25 +184,42 @@ def answer(
     return ExactKL(batch.result(kl), batch.result(entropy))
 
 
-def _check(
-    logits: Tensor,
-    ref_logits: Tensor,
+def check_rows_of_both(
+    name: str,
+    rows: Tensor,
+    ref_rows: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
     shift: bool,
 ) -> None:
-    _rows.check_rows("logits", logits, offsets, shift)
-    _dispatch.check_tensor("ref_logits", ref_logits, like=" like logits")
-    _dispatch.check_same(
-        *("ref_logits", ref_logits, logits.shape, logits.device),
-        *(" like logits", None, "score the same tokens over the same vocabulary"),
-    )
-    if ref_logits.dtype != logits.dtype:
+    """Refuse rows of the policy that are no batch, and those of the reference for other tokens."""
+    ref = f"ref_{name}"
+    _rows.check_rows(name, rows, offsets, shift)
+    _dispatch.check_tensor(ref, ref_rows, like=f" like {name}")
+    _rows.check_rows(ref, ref_rows, None, False)
+    shape, ref_shape = rows.shape[:-1], ref_rows.shape[:-1]
+    if shape != ref_shape:
         raise ValueError(
-            f"ref_logits: expected {logits.dtype} like logits, got {ref_logits.dtype}; "
-            f"convert it with .to({logits.dtype})"
+            f"{ref}: expected as many rows {tuple(shape)} as {name}, got {tuple(ref_shape)}; "
+            "pass those of the same tokens"
         )
-    _dispatch.check_mask(mask, logits.shape[:-1], logits.device, " for logits", logits)
+    _dispatch.check_device(ref, ref_rows, rows.device)
+    _dispatch.check_mask(mask, shape, rows.device, f" for {name}", rows)
+
+
+def check_classes(classes: int | None, name: str, own: int, ref: int) -> None:
+    """Refuse more classes than policy and reference have, and two numbers of them without one."""
+    if classes is None:
+        if own != ref:
+            raise ValueError(
+                f"ref_{name}: expected the {own} classes of {name}, got {ref}; pass classes=, how "
+                "many of the first ones count, if vocabularies differ in padding alone"
+            )
+    elif type(classes) is bool or not isinstance(classes, int) or not 1 <= classes <= min(own, ref):
+        raise ValueError(
+            f"classes: expected an integer from 1 to {min(own, ref)}, which {name} and ref_{name} "
+            f"both have, got {classes!r}; pass how many tokens the tokenizer has"
+        )
 
 
 class _Autograd(torch.autograd.Function):

@@ -7,8 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedrl.ops import _autograd, _dispatch, _head, _nested, _rounding, _rows, _stored
-from fusedrl.ops.exact_kl import ExactKL, answer, chosen_divergence, fake_results
+from fusedrl.ops import _autograd, _dispatch, _head, _nested, _rounding, _stored
+from fusedrl.ops.exact_kl import (
+    ExactKL,
+    answer,
+    check_classes,
+    check_rows_of_both,
+    chosen_divergence,
+    fake_results,
+)
 from fusedrl.ops.linear_exact_kl import reference
 
 __all__ = ["linear_exact_kl"]
@@ -24,6 +31,7 @@ def linear_exact_kl(
     direction: str = "reverse",
     beta: float | None = None,
     entropy: bool = False,
+    classes: int | None = None,
     bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
     softcap: float | None = None,
@@ -54,13 +62,15 @@ def linear_exact_kl(
             float32, bfloat16 or float16 (float64 runs through the reference).
         weight: ``[V, H]`` of the dtype of ``hidden``.
         ref_hidden: the reference's, of the same tokens and dtype; its width ``ref_H`` may differ.
-        ref_weight: ``[V, ref_H]``, over the same vocabulary.
+        ref_weight: ``[V, ref_H]``.
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its hidden states are not read.
         direction: ``"reverse"`` KL(policy || reference), ``"forward"`` or ``"jensen_shannon"``.
         beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone, as in
             :func:`exact_kl`; ``None`` means 1/2.
         entropy: also compute the policy's entropy of each kept row, with gradient.
+        classes: how many classes count, the first ones, as in :func:`exact_kl`; with ``None`` both
+            heads need the same ``V``.
         bias: ``[V]`` of the policy's head, of the dtype of ``weight``.
         ref_bias: ``[V]`` of the reference's head.
         softcap: positive bound of the policy's logits.
@@ -82,8 +92,8 @@ def linear_exact_kl(
 
     Raises:
         TypeError: a mask that is not bool, hidden states that are not floating point.
-        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, or
-            shapes, dtypes, devices and offsets that do not fit.
+        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, more
+            classes than both have, or shapes, dtypes, devices and offsets that do not fit.
 
     Example:
         >>> import torch
@@ -101,10 +111,13 @@ def linear_exact_kl(
     batch = _nested.pack("hidden", hidden, offsets)
     hidden, offsets = batch.values, batch.offsets
     ref_hidden, mask = batch.companion("ref_hidden", ref_hidden), batch.optional("mask", mask)
-    _check_tokens(hidden, ref_hidden, mask, offsets, shift)
+    check_rows_of_both("hidden", hidden, ref_hidden, mask, offsets, shift)
     head = _head.prepare("", hidden, weight, bias, scale, softcap)
     ref_head = _head.prepare("ref_", ref_hidden, ref_weight, ref_bias, ref_scale, ref_softcap)
-    _check_heads(head, ref_head)
+    _dispatch.check_dtype("ref_hidden", ref_head.hidden, "hidden", head.hidden.dtype)
+    check_classes(classes, "weight", len(head.weight), len(ref_head.weight))
+    if classes is not None:
+        head, ref_head = head.first(classes), ref_head.first(classes)
     chosen = _dispatch.choose(impl, "linear_exact_kl", head.hidden.device, head.hidden.dtype)
     divisor = _dispatch.temperature_tensor(temperature, head.hidden.device, chosen)
     _dispatch.check_counted_on_host(mask, shift, head.hidden.device)
@@ -137,35 +150,6 @@ def linear_exact_kl(
         most_bytes = _stored.stored_bytes(head.hidden, head.weight) if divergence.beta < 1 else 0
         kl, entropies, *_ = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
     return answer(batch, divergence, kl, entropies if entropy else None)
-
-
-def _check_tokens(
-    hidden: Tensor,
-    ref_hidden: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    shift: bool,
-) -> None:
-    _rows.check_rows("hidden", hidden, offsets, shift)
-    _dispatch.check_tensor("ref_hidden", ref_hidden, like=" like hidden")
-    _rows.check_rows("ref_hidden", ref_hidden, None, False)
-    rows, ref_rows = hidden.shape[:-1], ref_hidden.shape[:-1]
-    if rows != ref_rows:
-        raise ValueError(
-            f"ref_hidden: expected as many rows {tuple(rows)} as hidden, got {tuple(ref_rows)}; "
-            "pass those of the same tokens"
-        )
-    _dispatch.check_device("ref_hidden", ref_hidden, hidden.device)
-    _dispatch.check_mask(mask, rows, hidden.device, " for hidden", hidden)
-
-
-def _check_heads(head: _head.Head, ref_head: _head.Head) -> None:
-    _head.check_dtype("ref_hidden", ref_head.hidden, "hidden", head.hidden.dtype)
-    if len(ref_head.weight) != len(head.weight):
-        raise ValueError(
-            f"ref_weight: expected the {len(head.weight)} classes of weight, "
-            f"got {len(ref_head.weight)}; pass heads over the same vocabulary"
-        )
 
 
 # Positions in the op's arguments of what may require a gradient.
