@@ -104,7 +104,7 @@ def test_cells_and_data_say_what_the_tables_say(page_path):
 
     page = Page(page_path.read_text(encoding="utf-8"))
     tokens = parquet.read_table(page_path.with_name("tokens.parquet")).to_pylist()
-    assert sorted(page.cells) == sorted(t["text"] for t in tokens if t["text"])
+    assert sorted(page.cells) == sorted(report.visible(t["text"]) for t in tokens if t["text"])
     drift = [shown["kl_mean"] for shown in page.data["chats"]]
     assert drift == sorted(drift, reverse=True)
     for shown in page.data["chats"]:
@@ -120,6 +120,21 @@ def test_chat_text_is_escaped(page_path):
     html = page_path.read_text(encoding="utf-8")
     assert "<script>document.title" not in html
     assert HOSTILE in "".join(Page(html).cells)
+
+
+def test_marks_that_nobody_sees_are_shown(write_chats, score):
+    """The direction of a text, and a token of no width; joiners in a word are left as they are."""
+    said = "a\u202e<|dne_mi|>b \u200b \u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"
+    _, out = score(write_chats(chat("left \u2066right", said)))
+    page = Page((out / "report.html").read_text(encoding="utf-8"))
+    shown = "".join(page.cells)
+    assert r"a\u202e<|dne_mi|>b" in shown
+    assert r"\u200b" in page.cells
+    assert "\u200c" in shown or r"\u200c" in page.cells  # by the tokens of the word
+    assert r"left \u2066right" in page.text
+    assert not re.search("[\u202e\u2066\u200b]", page.text + shown)
+    [row] = {row["text"] for row in rows(out / "tokens.parquet") if "\u202e" in row["text"]}
+    assert row == "\u202e"
 
 
 def test_a_long_input_shows_its_most_drifted_chats_only(score):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import reprlib
 from collections.abc import Sequence
 from itertools import groupby
@@ -26,6 +27,8 @@ LABELS = {
     "k1": "log-ratio (k1 estimate)",
     "k3": "k3 estimate",
 }
+_DIRECTION = re.compile("[\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
+_NO_WIDTH = re.compile("[\\u00ad\\u061c\\u200b-\\u200f\\u202a-\\u202e\\u2060-\\u206f\\ufeff]+")
 # Each cell of a token takes about 250 bytes; browsers are slow beyond some ten thousands of them.
 MAX_TOKENS = 30_000
 
@@ -211,7 +214,7 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
         if scored.rollout is not None and numpy.isnan(scored.rollout[i]):
             del values["rollout"]
         cell = {
-            "text": tokenized.texts[position],
+            "text": visible(tokenized.texts[position]),
             "policy": float(scored.policy[i]),
             "reference": float(scored.reference[i]),
             "values": values,
@@ -222,11 +225,20 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
     for turn, message in enumerate(tokenized.chat.messages):
         text = message.get("content") or _json(message.get("tool_calls", ""))
         shown = _merged(cells[turn]) if turn in cells else None
-        messages.append({"role": message["role"], "text": text, "cells": shown})
+        messages.append({"role": message["role"], "text": visible(text), "cells": shown})
     return {
         "messages": messages,
         "cut": max(len(scored.positions) - budget, 0),
     }
+
+
+def visible(text: str) -> str:
+    """``text`` with marks that turn its direction as escapes, and so a text of no width.
+
+    They would let one text pass for another: U+202E shows ``<|im_end|>`` as ``<|dne_mi|>``.
+    """
+    hidden = _NO_WIDTH if _NO_WIDTH.fullmatch(text) else _DIRECTION
+    return hidden.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _json(value: Any) -> str:
