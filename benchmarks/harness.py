@@ -72,7 +72,8 @@ def cases_of(
 ) -> Iterator[Case | Skipped]:
     """What a benchmark's module measures, unless a peer that it ``NEEDS`` is not usable.
 
-    A module that is measured on some devices alone lists them as its ``DEVICES``.
+    A module that is measured on some devices alone lists them as its ``DEVICES``. A quick run has
+    one setting of each op.
     """
     name = module.__name__.rpartition("bench_")[2]
     if absent := getattr(module, "NEEDS", set()) - usable:
@@ -80,7 +81,13 @@ def cases_of(
     elif device not in (devices := getattr(module, "DEVICES", {device})):
         yield Skipped(name, f"is measured with --device {' or '.join(sorted(devices))}")
     else:
-        yield from module.cases(device, quick, usable)
+        seen = set()
+        for case in module.cases(device, quick, usable):
+            if quick and isinstance(case, Case):
+                if case.op in seen:
+                    continue
+                seen.add(case.op)
+            yield case
 
 
 @dataclass
@@ -102,6 +109,7 @@ class Row:
     error: float | None = None  # largest absolute difference from the float64 truth
     peak_extra_mib: float | None = None
     most_extra_mib: float | None = None
+    correct: bool = True  # of a rival: not judged
 
     @property
     def ours(self) -> bool:
@@ -172,16 +180,6 @@ def _repetitions(times: list[float], seconds: float) -> int:
     return max(least, min(200, int(seconds / max(times[0], 1e-6))))
 
 
-def is_correct(row: Row, case: list[Row]) -> bool:
-    """Ours must run, and be no further from float64 than the worst other, plus float32 rounding."""
-    if not row.ours:
-        return True
-    if row.failed is not None:
-        return False
-    others = [r.error for r in case if r.error is not None and not r.ours]
-    return row.error is None or row.error <= max(others, default=0.0) + 1e-5
-
-
 def copy_bandwidth(device: str) -> float:
     """Bytes a second of a large copy on ``device``: see ``COPY_DEFINITION``."""
     count = 2**28 if device == "cuda" else 2**25
@@ -210,7 +208,15 @@ def _summarise(row: Row, case: Case, times: list[float]) -> None:
 def _compare(
     rows: dict[str, Row], case: Case, times: dict[str, list[float]], copy_rate: float | None
 ) -> None:
-    """Fill in what takes two contenders: the speed-up of ours, and the share of the ceiling."""
+    """Fill in what takes two contenders: speed-ups, the shares of the ceiling, and who is right.
+
+    Ours must run, and be no further from float64 than the worst other, plus float32 rounding.
+    """
+    others = [row.error for row in rows.values() if row.error is not None and not row.ours]
+    for row in rows.values():
+        if row.ours:
+            near = row.error is None or row.error <= max(others, default=0.0) + 1e-5
+            row.correct = near and row.failed is None
     ran = {name: row for name, row in rows.items() if row.median_ms is not None}
     ours = next((times[name] for name, row in ran.items() if row.ours), None)
     if case.ceiling == COPY:

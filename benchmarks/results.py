@@ -16,18 +16,17 @@ _COLUMNS = {column.name for column in fields(Row)}
 
 @dataclass
 class Results:
-    """What ``bench.json`` holds, and which of its rows are wrong."""
+    """What ``bench.json`` holds, and which of its rows may be believed."""
 
     facts: dict[str, Any]
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     interrupted: str | None = None  # the case that a signal left unmeasured
     rows: list[Row] = field(default_factory=list)
-    wrong: list[Row] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """As JSON, every row with all its columns; the file is whole at every moment."""
-        rows = [asdict(row) | {"correct": row not in self.wrong} for row in self.rows]
+        rows = [asdict(row) for row in self.rows]
         notes = {name: getattr(self, name) for name in ("skipped", "failed", "interrupted")}
         unfinished = path.with_name(f"{path.name}.unfinished")
         text = json.dumps(self.facts | notes | {"rows": rows}, indent=1) + "\n"
@@ -42,7 +41,7 @@ class Results:
     @property
     def trusted(self) -> list[Row]:
         """The rows of the settings in which no answer of ours is wrong."""
-        wrong = {(row.op, row.setting) for row in self.wrong}
+        wrong = {(row.op, row.setting) for row in self.rows if not row.correct}
         return [row for row in self.rows if (row.op, row.setting) not in wrong]
 
 
@@ -56,17 +55,12 @@ def read(path: Path) -> Results:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         rows = [Row(**{name: row[name] for name in _COLUMNS & row.keys()}) for row in data["rows"]]
-        wrong = [
-            row
-            for row, stored in zip(rows, data["rows"], strict=True)
-            if not stored.get("correct", True)
-        ]
         _machine(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path}: expected a bench.json of `fusedrl bench`, got {type(error).__name__}: {error}"
         ) from error
-    return Results(data, rows=rows, wrong=wrong)
+    return Results(data, rows=rows)
 
 
 def caption(results: Iterable[Results]) -> str:

