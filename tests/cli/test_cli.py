@@ -182,7 +182,8 @@ def test_check_fails_when_a_kernel_is_off(monkeypatch, two_ops, capsys):
 
 @pytest.mark.heavy
 def test_check_needs_torch_alone():
-    block = "import sys; sys.modules.update(dict.fromkeys(('transformers', 'torchrl', 'rich'))); "
+    names = ("transformers", "torchrl", "tensordict", "rich")
+    block = f"import sys; sys.modules.update(dict.fromkeys({names})); "
     run = "from fusedrl.cli import main; sys.exit(main(['check']))"
     done = python("-c", block + run)
     assert done.returncode == 0, done.stderr

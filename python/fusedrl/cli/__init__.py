@@ -1,8 +1,8 @@
 """The command line: one module for each command, imported only when its command is named.
 
 The module of a command has ``add_arguments(parser)``, ``run(args) -> exit code`` and ``EXAMPLES``,
-which is the end of its help: lines to paste into a shell, and the exit codes. :func:`table` is the
-one form of what they print.
+which is the end of its help: lines to paste into a shell, and the exit codes. ``check``, ``bench``
+and ``info``, which need no package for it, print what :func:`table` makes.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ from fusedrl.cli.info import collect, requirement
 
 FOLDER = Path(harness.__file__).resolve().parent
 OPS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
-# By --quick: seconds of a contender, and seconds after which no setting is begun, so that it ends
-# within two minutes on a slow machine too.
+# By --quick: of a contender, and until the last setting starts, for two minutes at most in all.
 SECONDS = {False: (2.0, math.inf), True: (0.1, 100.0)}
 PLOTS = "fusedrl.benchmarks.plots"  # imports matplotlib
 NOT_QUICK = ("ranks", "grpo_step", "async_collector", "vllm")  # they start processes, or train
@@ -65,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--op", choices=OPS, action="append", metavar="OP", help=f"one of these: {', '.join(OPS)}")
     devices = ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
     add("--device", default="cpu", choices=devices, help="cuda where torch finds a GPU")
-    add("--threads", type=positive, default=2, metavar="N", help="default: %(default)s")
+    add("--threads", type=whole_number, default=2, metavar="N", help="default: %(default)s")
     add("--seconds", type=positive, metavar="S", help="of each contender (2; quick: 0.1)")
     add("--limit", type=positive, metavar="S", help="start no setting after this time (quick: 100)")
     add("--quick", action="store_true", help="one setting of each op, in at most two minutes")
@@ -76,11 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> float:
-    """A number; argparse says of other texts that they are not ``positive``."""
-    number = int(text) if text.isdigit() else float(text)
-    if not 0 < number < math.inf:
+    """A number above 0; argparse says of other texts that they are not ``positive``."""
+    if not 0 < float(text) < math.inf:
         raise ValueError
-    return number
+    return float(text)
+
+
+def whole_number(text: str) -> int:
+    """One of at least 1."""
+    return int(text if positive(text) else "")
 
 
 def run(args: argparse.Namespace) -> int:

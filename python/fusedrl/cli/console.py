@@ -1,4 +1,4 @@
-"""The console with which commands print tables."""
+"""The console with which ``fusedrl score`` prints."""
 
 from __future__ import annotations
 
