@@ -35,7 +35,7 @@ Begin with `fusedrl demo`, and with `fusedrl check` on a new machine.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    named = argv[0] if argv and argv[0] in COMMANDS else None
+    named = argv[0] if argv and argv[0] in COMMANDS else "fusedrl"
     try:
         try:
             return _run(argv, named)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _run(argv: list[str], named: str | None) -> int:
+def _run(argv: list[str], named: str) -> int:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="fusedrl",
@@ -89,7 +89,7 @@ def _run(argv: list[str], named: str | None) -> int:
         print(f'{named}: needs {package}: pip install "{wanted}"', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{named or 'fusedrl'}: interrupted", file=sys.stderr)
+        print(f"{named}: interrupted", file=sys.stderr)
         return 130
 
 
