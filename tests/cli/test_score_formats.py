@@ -339,6 +339,7 @@ def test_a_script_gets_the_summary_as_one_line_of_json(score, tmp_path, capsys):
         assert figures[name] == pytest.approx(mean, rel=1e-6)
     worse = [row["kl"] for row in tokens if row["answer"] == "rejected"]
     assert figures["rejected"]["chats"] == 3
+    assert "of rejected answers" in (out / "report.html").read_text()
     assert figures["rejected"]["kl_mean"] == pytest.approx(sum(worse) / len(worse), rel=1e-6)
 
 

@@ -151,7 +151,7 @@ def score_chats(
             together = map(torch.cat, zip(*mismatches, strict=True))
             summary.mismatch = Mismatch._make(together).total()
         path = folder / "report.html"
-        summary.shown = report.write(path, summary.rows, summary.skipped, summary.mismatch)
+        summary.shown = report.write(path, summary.rows, summary.figures(), summary.skipped)
     return summary
 
 
