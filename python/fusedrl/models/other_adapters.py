@@ -84,9 +84,8 @@ class WithAdapter(OtherAdapters):
         >>> from peft import LoraConfig, get_peft_model
         >>> from fusedrl.demo.models import make_model  # tiny, not trained
         >>> from fusedrl.models import WithAdapter
-        >>> config = LoraConfig(target_modules=["q_proj"])
-        >>> policy = get_peft_model(make_model(100), config)
-        >>> policy.add_adapter("ref", config)  # or policy.load_adapter(path, "ref")
+        >>> policy = get_peft_model(make_model(100), LoraConfig(target_modules=["q_proj"]))
+        >>> policy.add_adapter("ref", policy.peft_config["default"])  # or load_adapter(path, "ref")
         >>> WithAdapter(policy, "ref")(torch.arange(4)[None]).logits.shape
         torch.Size([1, 4, 100])
     """

@@ -139,8 +139,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 def chain_of(model: Any) -> list[Any]:
     """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
-    inner: Any = model.adapted if isinstance(model, OtherAdapters) else uncompiled(model)
-    if isinstance(model, DistributedDataParallel):
+    inner = uncompiled(model)
+    if isinstance(model, OtherAdapters):
+        inner = model.adapted
+    elif isinstance(model, DistributedDataParallel):
         inner = model.module
     # transformers' own adapters are inside of the model
     elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
