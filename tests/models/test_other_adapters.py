@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from fusedrl.models import WithAdapter, WithoutAdapters, causal_log_probs
 from fusedrl.models.divergences import causal_divergences, causal_scores
@@ -156,6 +158,19 @@ def test_gradients_with_checkpointing_are_those_without(choice, use_reentrant):
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         close(grads[1][name], grad, 1e-3)
+
+
+def test_ddp_need_not_see_a_reference(caplog):
+    """It has no gradients to average; those of its policy alone would be missed."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    policy = adapted(model_of("qwen2"))
+    try:
+        wrapper = DistributedDataParallel(policy)
+        for model, warnings in ((WithAdapter(wrapper.module, "ref"), 0), (policy, 1)):
+            causal_log_probs(model, TOKENS, LENGTHS)
+            assert caplog.text.count("does not see this call") == warnings
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_adapters_of_transformers_itself():
