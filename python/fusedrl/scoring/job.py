@@ -115,10 +115,10 @@ def score_chats(
         "reference": printable(str(reference)),
         "kl": settings.estimator or "exact",
         "temperature": f"{settings.temperature:g}",
-        **({"chat template": str(settings.chat_template)} if settings.chat_template else {}),
-        **({"limit": str(settings.limit)} if settings.limit else {}),
-        **{name: str(value) for name, value in settings.chat_template_kwargs.items()},
     }
+    chosen = {name: getattr(settings, name) for name in ("base", "chat_template", "limit")}
+    chosen |= {f"template's {name}": x for name, x in settings.chat_template_kwargs.items()}
+    facts |= {name: printable(str(value)) for name, value in chosen.items() if value is not None}
     template = read_template(settings.chat_template)
     inputs = [*records.paths, *([settings.chat_template] if settings.chat_template else [])]
     summary = Summary()
@@ -131,8 +131,8 @@ def score_chats(
         on_progress()
 
     with whole_files(out, inputs) as folder:
-        chosen = settings.device, settings.dtype, template, settings.base
-        models = load_pair(policy, reference, *chosen)
+        how = settings.device, settings.dtype, template, settings.base
+        models = load_pair(policy, reference, *how)
         facts["dtype"] = str(models.policy.dtype).removeprefix("torch.")
         facts |= {"device": str(models.device), "fusedrl": fusedrl.__version__}
         report = HtmlReport(facts, settings.report_chats, settings.rollout_bound)
