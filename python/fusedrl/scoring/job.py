@@ -60,7 +60,7 @@ class Summary:
             if own := [row for row in self.rows if row["answer"] == answer]:
                 figures[answer] = {"chats": len(own), "kl_mean": self.mean("kl_mean", own)}
         if self.mismatch is not None:
-            chats = sum(row["rollout_tokens"] is not None for row in self.rows)
+            chats = sum(bool(row["rollout_tokens"]) for row in self.rows)
             figures["rollout"] = {"chats": chats, **mismatch_row(self.mismatch)}
         return figures
 
