@@ -51,7 +51,7 @@ SECOND_NAMES = {"aSyncDataCollector"}  # of classes, which have the examples of 
 NAMES = [name for name in fusedrl.__all__ if name not in {"__version__", *SECOND_NAMES}]
 NAMES += [f"models.{name}" for name in fusedrl.models.__all__]
 # name -> the package that its example imports
-NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft"}
+NEEDS = {"patch_trl": "trl", "models.WithoutAdapters": "peft", "models.WithAdapter": "peft"}
 # Shown where they are returned.
 NO_EXAMPLE = {
     "TokenLogProbs",

@@ -24,7 +24,7 @@ from torch import Tensor
 Message = Mapping[str, Any]
 _PROBE = "fusedrl"  # said in the place of a turn, to see its header
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # a message's, beside its content
+REASONING = ("reasoning_content", "reasoning", "thinking")  # a message's, beside its content
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Transformers has one compiled template for all threads, which notes the markers of one rendering.
@@ -199,30 +199,28 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
         )
     said, message = rendered[len(prompt) :], messages[turn]
     alone, content = renderer.text(before), _text_of(message.get("content"))
-    opening = prompt[len(alone) :] if prompt.startswith(alone) else ""
     decoder = renderer.tokenizer.added_tokens_decoder
     specials = [str(token) for token in decoder.values() if token.special]
     body = _without_end(said, content, specials)
     # What may be before the content of a turn that is the last: a block for reasoning, empty here.
-    most = max(body.rfind(content), 0)
-    if not content and message.get("tool_calls"):
-        most = max(len(body) - 1, 0)
-    if any(message.get(key) for key in _REASONING):
+    first = next((_name_of(call) for call in message.get("tool_calls") or ()), "")
+    most = body.rfind(content) if content or not first else body.find(first)
+    if any(message.get(key) for key in REASONING):
         most = 0
-    place = _place(text, prompt, opening, body, most)
-    if place is None:
+    opening = _opening(prompt, alone, specials)
+    span = _place(text, prompt, opening, said, body, max(most, 0), specials)
+    if span is None:
         raise Unknown(
             f"{where}: the chat template renders this turn differently once later messages follow, "
             "so its tokens cannot be found"
         )
-    start, end = place
-    end += len(_closing(said[len(body) :], text[end:], opening, specials))
-    if start < end and prompt == alone and _header(renderer, prompt, messages, turn) != "":
+    is_said = span.start < span.end
+    if is_said and prompt == alone and _header(renderer, prompt, messages, turn) != "":
         raise Unknown(
             f"{where}: the chat template ignores add_generation_prompt and does not open the turn "
             "with what is said, so where its header ends is not known"
         )
-    return Span(start, end)
+    return span
 
 
 def _header(renderer: Renderer, prompt: str, messages: Sequence[Message], turn: int) -> str | None:
@@ -239,44 +237,71 @@ def _header(renderer: Renderer, prompt: str, messages: Sequence[Message], turn: 
 def _text_of(content: Any) -> str:
     """The text of a message, which may be in parts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(part.get("text") or "" for part in content)
+        content = "".join(p if isinstance(p, str) else p.get("text") or "" for p in content)
     return (content or "").strip()
 
 
+def _opening(prompt: str, alone: str, specials: Sequence[str]) -> str:
+    """What a generation prompt adds to the conversation ``alone``, in whole special tokens."""
+    begin = len(_alike(prompt, alone))
+    last = ((s, prompt.rfind(s, 0, begin + len(s) - 1)) for s in specials)
+    return prompt[min((at for s, at in last if 0 <= at < begin < at + len(s)), default=begin) :]
+
+
 def _without_end(said: str, content: str, specials: Sequence[str]) -> str:
-    """A turn without the special tokens and the white space behind its content."""
+    """A turn without the special tokens behind its content, or without the last if it has none."""
     kept = content if content in said else ""  # which may itself end in such tokens
-    body = said.rstrip()
-    while found := next((s for s in specials if body.endswith(s)), None):
-        shorter = body.removesuffix(found).rstrip()
+    body = said
+    while found := next((s for s in specials if body.rstrip().endswith(s)), None):
+        shorter = body.rstrip().removesuffix(found)
         if kept not in shorter:
             break
         body = shorter
+        if not content:
+            break
     return body
 
 
-def _place(text: str, prompt: str, opening: str, body: str, most: int) -> Span | None:
-    """Where ``text`` has a turn that is rendered behind a ``prompt`` for it.
+def _name_of(call: Mapping[str, Any]) -> str:
+    return call.get("function", call).get("name") or ""
+
+
+def _place(
+    text: str, prompt: str, opening: str, said: str, body: str, most: int, specials: Sequence[str]
+) -> Span | None:
+    """Where ``text`` has the ``body`` of what was said, with what ends it.
 
     Where later messages follow, some templates leave out how they open the last turn: the end of
-    the ``opening``, which is in the prompt, or up to ``most`` characters of the turn.
+    the ``opening``, which is in the prompt, or up to ``most`` characters of the body.
     """
+    ending = said[len(body) :]
+    is_ended = any(special in ending for special in specials)
     for start in range(len(prompt), len(prompt) - len(opening) - 1, -1):
         if text.startswith(prompt[:start]):
             for left_out in range(most + 1):
                 if text.startswith(body[left_out:], start):
-                    return Span(start, start + len(body) - left_out)
+                    end = start + len(body) - left_out
+                    closing = _closing(ending, text[end:], opening, specials)
+                    if closing or not is_ended:
+                        return Span(start, end + len(closing))
     return None
 
 
-def _closing(end: str, rest: str, opening: str, specials: Sequence[str]) -> str:
-    """What ends a turn in the text, where the turn alone has ``end``: up to its last special token.
+def _alike(one: str, other: str) -> str:
+    """What both begin with."""
+    if other.startswith(one) or one.startswith(other):
+        return min(one, other, key=len)
+    pairs = zip(one, other, strict=False)
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _closing(ending: str, rest: str, opening: str, specials: Sequence[str]) -> str:
+    """What ends a turn in the text, where the turn alone has ``ending``: to its last special token.
 
     The last turn may end in another token than the others, which is then the first of ``rest``.
     """
-    pairs = zip(end, rest, strict=False)
-    shared = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    if not any(special in end for special in specials):
+    shared = _alike(ending, rest)
+    if not any(special in ending for special in specials):
         return shared
     ends = [shared[: shared.rfind(s) + len(s)] for s in specials if s in shared]
     ends += [s for s in specials if rest.startswith(s) and s not in opening]

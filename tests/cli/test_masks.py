@@ -151,10 +151,16 @@ LAST = {
 
 
 @pytest.mark.parametrize("name", LAST)
-def test_a_template_may_render_the_last_turn_in_its_own_way(tokenizer, name):
+@pytest.mark.parametrize("first", ["b", "b \n", "", "  ", "\n", "<", "<<", "<|im_end|>", "think>"])
+def test_a_template_may_render_the_last_turn_in_its_own_way(tokenizer, name, first):
     template, expected = LAST[name]
-    tokenized = tokenize_chat(make_chat(*TWO), tokenizer, without_markers(template))
-    assert said(tokenized) == expected
+    chat = make_chat(("user", "a"), ("assistant", first), *TWO[2:])
+    try:
+        tokenized = tokenize_chat(chat, tokenizer, without_markers(template))
+    except ChatError:
+        assert template is BEHIND and not first.strip()  # which tokens end a turn is not known
+        return
+    assert said(tokenized) == {1: expected[1].replace("b", first), 3: expected[3]}
 
 
 def test_reasoning_beside_the_content_is_not_left_out(tokenizer):
@@ -164,6 +170,23 @@ def test_reasoning_beside_the_content_is_not_left_out(tokenizer):
     chat.messages[1]["reasoning"] = "hm"
     with pytest.raises(ChatError, match=r"messages\[1\]: the chat template renders this turn diff"):
         tokenize_chat(chat, tokenizer, template)
+
+
+SPLIT = CHATML.replace("message.content + '<|im", "message.content.split('</think>')[-1] + '<|im")
+
+
+@pytest.mark.parametrize("render", [without_markers, with_markers])
+@pytest.mark.parametrize("key", ["content", "reasoning_content"])
+def test_reasoning_that_a_template_leaves_out_is_missed(tokenizer, render, key):
+    chat = make_chat(*TWO)
+    chat.messages[3][key] = "<think>hm</think>d"
+    with pytest.raises(ChatError, match=rf"messages\[3\]: .* leaves out a part of its {key}"):
+        tokenize_chat(chat, tokenizer, render(SPLIT))
+    whole = "{%- set said = (message.reasoning_content or '') + message.content -%}GENERATION"
+    keeps = CHATML.replace("GENERATION{{ message.content", whole + "{{ said")
+    assert "hm</think>d" in said(tokenize_chat(chat, tokenizer, render(keeps)))[3]
+    chat = chat._replace(context=frozenset([3]))
+    assert list(said(tokenize_chat(chat, tokenizer, render(SPLIT)))) == [1]
 
 
 # Templates of TRL, several turns of which are rendered otherwise than one.
@@ -225,9 +248,9 @@ REFUSED = {
     "markers around the end alone": (
         CHATML.replace("GENERATION{{ message.content + '<|im_end|>' }}END", MARKED_END),
         [("assistant", "b")],
-        "leaves out 1 of the 1 texts",
+        "leaves out a part of its content",
     ),
-    "no assistant": (USERS, [("assistant", "b")], "leaves out 1 of the 1 texts"),
+    "no assistant": (USERS, [("assistant", "b")], "leaves out a part of its content"),
     "no assistant who says nothing": (USERS, [("assistant", "")], "no token to score"),
 }
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from fusedrl.demo import CHATS
-from fusedrl.scoring import Settings, report, score_chats, tables
+from fusedrl.scoring import Settings, job, report, score_chats, tables
 from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.tables import chat_row
@@ -167,7 +167,7 @@ def test_values_that_are_not_finite_are_shown(tmp_path):
     made = report.HtmlReport({"policy": "p", "reference": "r"}, 5)
     row = chat_row(scored)
     made.add(row, scored)
-    made.write(tmp_path / "report.html", [row], [])
+    made.write(tmp_path / "report.html", [row], job.Summary([row]).figures(), [])
     with tables.Tables(tmp_path, {}) as written:
         written.write(scored)
     told = rows(tmp_path / "tokens.parquet")

@@ -224,6 +224,13 @@ def test_alpacas_input_and_history_are_read_and_not_scored(scored):
     assert scored(table([row])) == scored(lines([row]))
 
 
+@pytest.mark.parametrize("answer", ['{"role": "Manager"}', '{"role": "assistant", "content": "x"}'])
+def test_an_answer_that_is_json_stays_a_text(scored, answer):
+    expected = scored(lines([chat("Who?", answer)]))
+    assert scored(lines([{"prompt": "Who?", "completion": answer}])) == expected
+    assert scored(lines([{"instruction": "Who?", "output": answer}])) == expected
+
+
 @pytest.mark.parametrize("key", ["weight", "train", "loss_mask"])
 @pytest.mark.parametrize("off", [0, 0.0, False])
 def test_a_message_of_no_weight_is_read_and_not_scored(scored, key, off):
@@ -339,6 +346,7 @@ def test_a_script_gets_the_summary_as_one_line_of_json(score, tmp_path, capsys):
         assert figures[name] == pytest.approx(mean, rel=1e-6)
     worse = [row["kl"] for row in tokens if row["answer"] == "rejected"]
     assert figures["rejected"]["chats"] == 3
+    assert "of rejected answers" in (out / "report.html").read_text()
     assert figures["rejected"]["kl_mean"] == pytest.approx(sum(worse) / len(worse), rel=1e-6)
 
 

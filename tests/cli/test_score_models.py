@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from fusedrl.demo.models import make_model, make_tokenizer
-from fusedrl.scoring import ScoreError, Settings, batch_scores, score_chats
+from fusedrl.scoring import ScoreError, Settings, batch_scores, pretrained, score_chats
+from fusedrl.scoring.pretrained import load_pair
 
 from .conftest import chat, rows
 
@@ -204,6 +205,49 @@ def test_adapters_are_scored_as_the_model_that_they_are_merged_into(
     assert summary.mean("kl_forward_mean") == pytest.approx(sum(found[0]) / len(found[0]), abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"], "alora_invocation_tokens": [5, 6]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens"]},
+    ],
+    ids=lambda options: [*options][-1],
+)
+def test_adapters_are_loaded_as_peft_loads_them(models, tmp_path, options):
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(models.reference)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in (w for w in adapted.parameters() if w.requires_grad):
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    adapted.save_pretrained(tmp_path / "lora")
+    made = load_pair(str(tmp_path / "lora"), models.reference, "cpu", "auto", None)
+    tokens = torch.arange(2, 12)[None]
+    with torch.inference_mode():
+        expected = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "lora")(tokens).logits
+        assert torch.equal(made.policy(tokens).logits, expected)
+        assert not torch.equal(made.reference(tokens).logits, expected)
+
+
+def test_the_base_of_adapters_has_the_revision_that_they_name(models, tmp_path, monkeypatch):
+    adapters(AutoModelForCausalLM.from_pretrained(models.reference), tmp_path / "lora")
+    edit(tmp_path / "lora" / "adapter_config.json", revision="v2")
+    real, asked = pretrained._load, []
+
+    def load(kind, role, name, *args, **options):
+        asked.append((role, name, options.get("revision")))
+        return real(kind, role, name, *args, **options)
+
+    monkeypatch.setattr(pretrained, "_load", load)
+    load_pair(str(tmp_path / "lora"), models.reference, "cpu", "auto", None)
+    of_base = [of for role, name, of in asked if (role, name) == ("policy", models.reference)]
+    assert of_base == ["v2"] * 3
+    assert {of for role, _, of in asked if role == "reference"} == {None}
+
+
 def test_the_base_of_adapters_may_be_named(models, write_chats, tmp_path, refused, score):
     adapters(AutoModelForCausalLM.from_pretrained(models.reference), tmp_path / "lora")
     config = tmp_path / "lora" / "adapter_config.json"
@@ -286,7 +330,7 @@ BAD_TEMPLATES = {
     "endless": (b"{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError: Range too big"),
     "recursive": (b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "escaping": (b"{{ messages.__class__.__mro__ }}", "SecurityError"),
-    "no text": (b"{}", "the chat template leaves out 1 of the 1 texts"),
+    "no text": (b"{}", "the chat template leaves out a part of its content"),
 }
 
 
@@ -313,6 +357,7 @@ def test_a_device_that_cannot_compute_is_named(models, refused, device):
         {"max_tokens_per_batch": 0},
         {"context": -1},
         {"report_chats": 0},
+        {"chat_template_kwargs": {"add_generation_prompt": True}},
     ],
     ids=str,
 )

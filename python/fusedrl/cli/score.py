@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         **model,
-        help="folder of the policy, or of its peft adapters, or its name on the hub",
+        help="the policy: a folder, a name on the hub, or a folder of peft adapters",
     )
     parser.add_argument("--reference", **model, help="the same of the reference")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Log-probs under causal language models of transformers, without logits of all tokens."""
 
 from fusedrl.models.log_probs import causal_log_probs
-from fusedrl.models.without_adapters import WithoutAdapters
+from fusedrl.models.other_adapters import WithAdapter, WithoutAdapters
 
-__all__ = ["WithoutAdapters", "causal_log_probs"]
+__all__ = ["WithAdapter", "WithoutAdapters", "causal_log_probs"]

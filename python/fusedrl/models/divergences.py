@@ -178,10 +178,9 @@ def _from_logits(
             continue
         ids, rows = tokens[at].to(device), {"mask": kept[at].to(device), "shift": True}
         rows |= {"offsets": torch.tensor([0, length], device=device), "temperature": temperature}
-        sides = [
-            model(input_ids=tokens[at][None].to(device_of(model))).logits[0, :, :classes].to(device)
-            for model in (policy, reference)
-        ]
+        # Prompts that are learned have logits in front.
+        answers = (m(input_ids=tokens[at][None].to(device_of(m))) for m in (policy, reference))
+        sides = [answer.logits[0, -length:, :classes].to(device) for answer in answers]
         found: list[Any] = []
         for side in sides:
             found += token_log_probs(side, ids, entropy=True, **rows)

@@ -42,7 +42,7 @@ def causal_log_probs(
     are used first, and after a change. All others compute their own logits, of padded batches.
 
     Args:
-        model: the model, a peft model around one, or :class:`fusedrl.models.WithoutAdapters`.
+        model: the model, a peft model around one, or a :class:`fusedrl.models.WithAdapter`.
         tokens: integer token ids, packed ``[N]``, on any device.
         lengths: number of tokens of each sequence, integers that sum to ``N``.
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.

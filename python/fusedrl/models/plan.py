@@ -24,6 +24,7 @@ from fusedrl.models.forwards import (
     passes_of,
     scored_sequences,
 )
+from fusedrl.models.other_adapters import OtherAdapters
 from fusedrl.models.ranks import Step, together
 from fusedrl.models.split import (
     Parts,
@@ -33,7 +34,6 @@ from fusedrl.models.split import (
     text_config,
     vocabulary_of,
 )
-from fusedrl.models.without_adapters import WithoutAdapters
 
 # Learned positions may begin at an offset, as those of OPT and BART do.
 _OFFSET = 8
@@ -85,8 +85,8 @@ def planned(
         _check_packed(tokens, lengths, mask)
         check_limit(max_tokens_per_forward)
         context: Any = nullcontext()
-        if isinstance(model, WithoutAdapters):
-            model, context = model.adapted, model.disabled()
+        if isinstance(model, OtherAdapters):
+            model, context = model.adapted, model.chosen()
         tokens = tokens.cpu().long()
         check_vocabulary(tokens, vocabulary_of(model))
         check_context(model, lengths)

@@ -212,7 +212,7 @@ def together(kind: str, *models: Any) -> Iterator[Step]:
     asked = [getattr(model, "adapted", model) for model in models]
     spread = [(model, ranks) for model in asked if (ranks := ranks_of(model)).groups]
     if not spread:
-        for model in asked if torch.is_grad_enabled() else ():
+        for model in models if torch.is_grad_enabled() else ():
             _warn_of_ddp(model)
         yield ALONE
         return

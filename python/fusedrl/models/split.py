@@ -25,6 +25,7 @@ from fusedrl.compat.torch import (
 )
 from fusedrl.compat.transformers import attention_functions, attention_of
 from fusedrl.models.as_forward import as_forward
+from fusedrl.models.other_adapters import OtherAdapters
 
 # Types that are decoder and head alone, in which attention alone mixes tokens, each tested in
 # tests/models with sequences longer than its windows. A comparison is too short to show a window.
@@ -132,14 +133,16 @@ def autocast_of(device: torch.device) -> torch.dtype | None:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device on which a model takes tokens; offloaded weights are on no device."""
-    devices = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    devices = (p.device for p in chain_of(model)[-1].parameters() if not p.is_meta)
     return next(devices, torch.device("cpu"))
 
 
 def chain_of(model: Any) -> list[Any]:
     """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
     inner = uncompiled(model)
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, OtherAdapters):
+        inner = model.adapted
+    elif isinstance(model, DistributedDataParallel):
         inner = model.module
     # transformers' own adapters are inside of the model
     elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):

@@ -27,7 +27,7 @@ _SPEAKERS = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 # A list of messages as a spreadsheet or Python writes it: cut off, or with other quotes.
-_OTHER_LIST = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from|value)["']\s*:""")
+_OTHER_LIST = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 # What data sets say of a message that is not trained on, if it is 0 or false.
 _WEIGHTS = ("weight", "train", "loss_mask")
 
@@ -264,8 +264,7 @@ def _check_assistant(name: str, turns: Sequence[_Turn]) -> None:
 
 def _messages(name: str, value: Any, speaker: str | None = None) -> list[_Turn]:
     """A list of messages, which may be written as JSON; a string is what ``speaker`` says."""
-    found = _json(value)
-    found = [found] if _says_who_speaks(found) else found
+    found = [value] if _says_who_speaks(value) else _json(value)
     if found and isinstance(found, list) and all(map(_says_who_speaks, found)):
         value = found
     elif isinstance(value, str) and _OTHER_LIST.match(value):

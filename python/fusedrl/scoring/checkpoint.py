@@ -84,7 +84,9 @@ def check_finite(role: str, name: str, model: torch.nn.Module) -> None:
         ScoreError: a weight is NaN or infinite.
     """
     for key, weight in model.named_parameters():
-        if weight.is_floating_point() and not bool(weight.float().isfinite().all()):
+        parts = (part.float() for part in weight.detach().flatten().split(1 << 20))
+        # A sum reads once, and takes no memory; one that is not finite may only be too large.
+        if not all(bool(x.sum().isfinite()) or bool(x.isfinite().all()) for x in parts):
             raise ScoreError(
                 f"{role}: expected finite weights, got NaN or infinite ones in {key} of {name!r}; "
                 "pass a checkpoint from before the training diverged"

@@ -60,7 +60,7 @@ class Summary:
             if own := [row for row in self.rows if row["answer"] == answer]:
                 figures[answer] = {"chats": len(own), "kl_mean": self.mean("kl_mean", own)}
         if self.mismatch is not None:
-            chats = sum(row["rollout_tokens"] is not None for row in self.rows)
+            chats = sum(bool(row["rollout_tokens"]) for row in self.rows)
             figures["rollout"] = {"chats": chats, **mismatch_row(self.mismatch)}
         return figures
 
@@ -115,10 +115,10 @@ def score_chats(
         "reference": printable(str(reference)),
         "kl": settings.estimator or "exact",
         "temperature": f"{settings.temperature:g}",
-        **({"chat template": str(settings.chat_template)} if settings.chat_template else {}),
-        **({"limit": str(settings.limit)} if settings.limit else {}),
-        **{name: str(value) for name, value in settings.chat_template_kwargs.items()},
     }
+    chosen = {name: getattr(settings, name) for name in ("base", "chat_template", "limit")}
+    chosen |= {f"template's {name}": x for name, x in settings.chat_template_kwargs.items()}
+    facts |= {name: printable(str(value)) for name, value in chosen.items() if value is not None}
     template = read_template(settings.chat_template)
     inputs = [*records.paths, *([settings.chat_template] if settings.chat_template else [])]
     summary = Summary()
@@ -131,8 +131,8 @@ def score_chats(
         on_progress()
 
     with whole_files(out, inputs) as folder:
-        chosen = settings.device, settings.dtype, template, settings.base
-        models = load_pair(policy, reference, *chosen)
+        how = settings.device, settings.dtype, template, settings.base
+        models = load_pair(policy, reference, *how)
         facts["dtype"] = str(models.policy.dtype).removeprefix("torch.")
         facts |= {"device": str(models.device), "fusedrl": fusedrl.__version__}
         report = HtmlReport(facts, settings.report_chats, settings.rollout_bound)
@@ -151,7 +151,7 @@ def score_chats(
             together = map(torch.cat, zip(*mismatches, strict=True))
             summary.mismatch = Mismatch._make(together).total()
         path = folder / "report.html"
-        summary.shown = report.write(path, summary.rows, summary.skipped, summary.mismatch)
+        summary.shown = report.write(path, summary.rows, summary.figures(), summary.skipped)
     return summary
 
 

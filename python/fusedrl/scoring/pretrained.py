@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from fusedrl.scoring.checkpoint import check_causal, check_complete, check_finit
 from fusedrl.scoring.errors import ScoreError, reason
 
 _REMEDY = "pass a directory that save_pretrained wrote, or a name on the hub"
-_BASE = "pass the model that the adapters were trained on as --base"
+_BASE = "pass the model that the adapters were trained on, with as many embeddings, as --base"
 
 
 class Source(NamedTuple):
@@ -26,7 +27,8 @@ class Source(NamedTuple):
 
     role: str
     model: str
-    adapter: str | None
+    adapter: str | None = None
+    revision: str | None = None  # of the model
 
 
 class ModelPair(NamedTuple):
@@ -115,7 +117,7 @@ def read_template(path: Path | None) -> str | None:
 
 def _source(role: str, name: str, base: str | None) -> Source:
     if not Path(name, "adapter_config.json").exists():
-        return Source(role, name, None)
+        return Source(role, name)
     from peft import PeftConfig
 
     config = _load(PeftConfig, role, name)
@@ -124,18 +126,19 @@ def _source(role: str, name: str, base: str | None) -> Source:
             f"{role}: expected adapters of weights, got {config.peft_type.value} from {name!r}, "
             "which adds tokens; they cannot be scored"
         )
-    found = base or config.base_model_name_or_path
-    if not found:
+    if base is not None:
+        return Source(role, base, name)
+    if not config.base_model_name_or_path:
         raise ScoreError(f"{role}: the adapters in {name!r} name no base model; pass --base MODEL")
-    return Source(role, found, name)
+    return Source(role, config.base_model_name_or_path, name, config.revision)
 
 
 def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside the adapters, if any does, or else that of the model."""
-    name, remedy = source.adapter or source.model, _REMEDY
+    name, remedy, options = source.adapter or source.model, _REMEDY, {}
     if source.adapter is not None and not Path(source.adapter, "tokenizer_config.json").exists():
-        name, remedy = source.model, _BASE
-    tokenizer = _load(AutoTokenizer, source.role, name, remedy)
+        name, remedy, options = source.model, _BASE, {"revision": source.revision}
+    tokenizer = _load(AutoTokenizer, source.role, name, remedy, **options)
     # Without its file, transformers makes one of the special tokens alone.
     if set(tokenizer.get_vocab()) <= set(tokenizer.added_tokens_encoder):
         raise ScoreError(
@@ -148,11 +151,11 @@ def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
 def _model(
     source: Source, device: str, dtype: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Any, int]:
-    role, name, adapter = source
-    remedy = _REMEDY if adapter is None else _BASE
-    check_kind(role, name, _load(AutoConfig, role, name, remedy))
+    role, name, adapter, revision = source
+    remedy, chosen = (_REMEDY, {}) if adapter is None else (_BASE, {"revision": revision})
+    check_kind(role, name, _load(AutoConfig, role, name, remedy, **chosen))
     # Missing or misshapen weights would be drawn at random. They are listed instead, and refused.
-    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **chosen}
     model, loading = _load(AutoModelForCausalLM, role, name, remedy, dtype=dtype, **options)
     check_complete(role, name, model, loading)
     if adapter is not None:
@@ -178,17 +181,19 @@ def _model(
 
 def _adapted(role: str, model: PreTrainedModel, name: str) -> Any:
     """The model with the adapters of a folder, all of whose weights have a place in the model."""
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModelForCausalLM
 
     try:
-        adapted = PeftModel(model, PeftConfig.from_pretrained(name))
+        adapted = PeftModelForCausalLM(model, PeftConfig.from_pretrained(name))
         loading = adapted.load_adapter(name, "default")
     except Exception as error:  # a misshapen weight, a missing file, or a layer that is not there
         problem = reason(error)
     else:
-        if not loading.missing_keys and not loading.unexpected_keys:
+        # Beside layers, some are stored twice, such as embeddings that are tied.
+        other = [key for key in loading.unexpected_keys if re.search(r"\.\d+\.", key)]
+        if not loading.missing_keys and not other:
             return adapted
-        problem = f"expected {loading.missing_keys[:1]}, got {loading.unexpected_keys[:1]}"
+        problem = f"expected {loading.missing_keys[:1]}, got {other[:1]}"
     raise ScoreError(
         f"{role}: the adapters in {name!r} do not fit {model.name_or_path!r}: {problem}; {_BASE}"
     )

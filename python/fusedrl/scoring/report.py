@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import numpy
 from jinja2 import Environment
 
-from fusedrl.ops import Mismatch
 from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.errors import ChatError
 from fusedrl.scoring.output import explain_write_errors
-from fusedrl.scoring.tables import mismatch_row
 
 LABELS = {
     "exact": "KL",
@@ -80,12 +78,12 @@ class HtmlReport:
         self,
         path: Path,
         rows: Sequence[dict[str, Any]],
+        figures: dict[str, Any],
         skipped: Sequence[ChatError],
-        mismatch: Mismatch | None = None,
     ) -> int:
         """Render the page, and say how many chats it shows.
 
-        ``rows`` are all chats' rows, shown or not; ``mismatch`` is theirs.
+        ``rows`` are all chats' rows, shown or not, and ``figures`` those of all together.
         """
         self._prune()
         views = self._views()
@@ -98,7 +96,6 @@ class HtmlReport:
             where = scored.tokenized.chat.where.removeprefix(folder)
             chats.append(said | {"where": where} | _conversation(scored, views, budget))
             budget -= len(scored.positions)
-        kl = numpy.concatenate(self._kl)
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
             Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
         )
@@ -110,29 +107,22 @@ class HtmlReport:
                 {
                     "views": [view._asdict() for view in views],
                     "chats": chats,
-                    "mismatch": None if mismatch is None else mismatch_row(mismatch),
+                    "mismatch": figures.get("rollout"),
                 }
             ),
-            mismatch=None if mismatch is None else mismatch_row(mismatch),
+            figures=figures,
             rollout_bound=self._rollout_bound,
             rows=rows,
             skipped=[str(error).removeprefix(folder) for error in skipped],
-            tokens=len(kl),
-            kl_mean=float(kl.mean(dtype=numpy.float64)),
-            entropy_mean=numpy.average(
-                [row["entropy_mean"] for row in rows],
-                weights=[row["scored_tokens"] for row in rows],
-            ),
-            plots=self._plots(views[0].label, kl, rows),
+            plots=self._plots(views[0].label, rows),
         )
         with explain_write_errors(path):
             # Text that no model reads may be invalid, such as a key that the template ignores.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
         return len(chats)
 
-    def _plots(
-        self, label: str, kl: numpy.ndarray, rows: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def _plots(self, label: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        kl = numpy.concatenate(self._kl)
         of_chats = numpy.array([row["kl_mean"] for row in rows])
         plots = [
             histogram(kl, f"{label} of each token, in nats", "token"),

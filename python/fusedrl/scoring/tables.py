@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,48 +15,84 @@ from fusedrl.ops import Mismatch
 from fusedrl.scoring.batch_scores import ScoredChat
 from fusedrl.scoring.output import explain_write_errors
 
-_TOKENS = [
-    ("file", pyarrow.string()),
-    ("chat", pyarrow.int64()),  # line of the file, from 1
-    ("answer", pyarrow.string()),  # "chosen" or "rejected", null for chats that are no such pair
-    ("turn", pyarrow.int32()),  # index into the chat's messages
-    ("position", pyarrow.int32()),  # index into the chat's tokens
-    ("token", pyarrow.int32()),
-    ("text", pyarrow.string()),
-    ("policy_log_prob", pyarrow.float32()),
-    ("reference_log_prob", pyarrow.float32()),
-    ("kl", pyarrow.float32()),  # exact, or by the chosen estimator
-    ("kl_forward", pyarrow.float32()),  # null unless it was asked for
-    ("kl_k1", pyarrow.float32()),
-    ("kl_k3", pyarrow.float32()),
-    ("entropy", pyarrow.float32()),
-    ("reference_entropy", pyarrow.float32()),
-    ("rollout_log_prob", pyarrow.float32()),  # null if it is not known
-]
-_CHATS = [
-    ("file", pyarrow.string()),
-    ("chat", pyarrow.int64()),
-    ("answer", pyarrow.string()),
-    ("turns", pyarrow.int32()),
-    ("length", pyarrow.int32()),
-    ("scored_tokens", pyarrow.int32()),
-    ("policy_log_prob", pyarrow.float64()),
-    ("reference_log_prob", pyarrow.float64()),
-    ("kl_total", pyarrow.float64()),
-    ("kl_mean", pyarrow.float64()),
-    ("kl_forward_mean", pyarrow.float64()),
-    ("kl_k1_mean", pyarrow.float64()),
-    ("kl_k3_mean", pyarrow.float64()),
-    ("entropy_mean", pyarrow.float64()),
-    ("reference_entropy_mean", pyarrow.float64()),
-    ("rollout_tokens", pyarrow.int32()),  # this and those below are null without rollout log-probs
-    ("rollout_k1", pyarrow.float64()),
-    ("rollout_k3", pyarrow.float64()),
-    ("rollout_ess", pyarrow.float64()),
-    ("rollout_max_ratio", pyarrow.float64()),
-    ("rollout_clipped", pyarrow.float64()),
-]
+_Column = tuple[pyarrow.DataType, Callable[[ScoredChat], Any]]
 _MISMATCH = ("tokens", "k1", "k3", "ess", "max_ratio", "clipped")
+
+
+def _of_chat(name: str) -> Callable[[ScoredChat], Any]:
+    return lambda scored: [getattr(scored.tokenized.chat, name)] * len(scored.positions)
+
+
+def _at_positions(name: str) -> Callable[[ScoredChat], Any]:
+    return lambda scored: [getattr(scored.tokenized, name)[i] for i in scored.positions]
+
+
+def _kl(name: str) -> Callable[[ScoredChat], Any]:
+    return lambda scored: scored.kl.get(name)
+
+
+def _mean(values: Callable[[ScoredChat], Any]) -> Callable[[ScoredChat], float | None]:
+    def mean(scored: ScoredChat) -> float | None:
+        found = values(scored)
+        return None if found is None else float(found.mean(dtype=numpy.float64))
+
+    return mean
+
+
+def _sum(values: Callable[[ScoredChat], Any]) -> Callable[[ScoredChat], float]:
+    return lambda scored: float(values(scored).sum(dtype=numpy.float64))
+
+
+_WHOLE, _SMALL, _TEXT = pyarrow.int64(), pyarrow.int32(), pyarrow.string()
+_FLOAT, _DOUBLE = pyarrow.float32(), pyarrow.float64()
+# The columns of a row for each token: None stands for nulls.
+_TOKENS: dict[str, _Column] = {
+    "file": (_TEXT, _of_chat("file")),
+    "chat": (_WHOLE, _of_chat("line")),  # from 1
+    "answer": (_TEXT, _of_chat("answer")),  # of a preference
+    "turn": (_SMALL, _at_positions("turns")),  # index into the chat's messages
+    "position": (_SMALL, lambda scored: scored.positions),  # index into the chat's tokens
+    "token": (_SMALL, _at_positions("token_ids")),
+    "text": (_TEXT, _at_positions("texts")),
+    "policy_log_prob": (_FLOAT, lambda scored: scored.policy),
+    "reference_log_prob": (_FLOAT, lambda scored: scored.reference),
+    "kl": (_FLOAT, lambda scored: scored.chosen_kl),
+    "kl_forward": (_FLOAT, _kl("forward")),
+    "kl_k1": (_FLOAT, _kl("k1")),
+    "kl_k3": (_FLOAT, _kl("k3")),
+    "entropy": (_FLOAT, lambda scored: scored.entropy),
+    "reference_entropy": (_FLOAT, lambda scored: scored.reference_entropy),
+    "rollout_log_prob": (_FLOAT, lambda scored: _or_nulls(scored.rollout)),
+}
+# Those of a row for each chat; sums and means in float64.
+_CHATS: dict[str, _Column] = {
+    "file": (_TEXT, lambda scored: scored.tokenized.chat.file),
+    "chat": (_WHOLE, lambda scored: scored.tokenized.chat.line),
+    "answer": (_TEXT, lambda scored: scored.tokenized.chat.answer),
+    "turns": (_SMALL, lambda scored: len({scored.tokenized.turns[i] for i in scored.positions})),
+    "length": (_SMALL, lambda scored: len(scored.tokenized.token_ids)),
+    "scored_tokens": (_SMALL, lambda scored: len(scored.positions)),
+    "policy_log_prob": (_DOUBLE, _sum(lambda scored: scored.policy)),
+    "reference_log_prob": (_DOUBLE, _sum(lambda scored: scored.reference)),
+    "kl_total": (_DOUBLE, _sum(lambda scored: scored.chosen_kl)),
+    "kl_mean": (_DOUBLE, _mean(lambda scored: scored.chosen_kl)),
+    "kl_forward_mean": (_DOUBLE, _mean(_kl("forward"))),
+    "kl_k1_mean": (_DOUBLE, _mean(_kl("k1"))),
+    "kl_k3_mean": (_DOUBLE, _mean(_kl("k3"))),
+    "entropy_mean": (_DOUBLE, _mean(lambda scored: scored.entropy)),
+    "reference_entropy_mean": (_DOUBLE, _mean(lambda scored: scored.reference_entropy)),
+    **{
+        f"rollout_{name}": (
+            _SMALL if name == "tokens" else _DOUBLE,
+            lambda scored, name=name: mismatch_row(scored.mismatch)[name],
+        )
+        for name in _MISMATCH
+    },
+}
+
+
+def _schema(columns: dict[str, _Column], facts: dict[str, str]) -> pyarrow.Schema:
+    return pyarrow.schema([(name, kind) for name, (kind, _) in columns.items()], metadata=facts)
 
 
 class Tables:
@@ -78,9 +115,7 @@ class Tables:
         # Files are opened here, because pyarrow takes no path that is not UTF-8.
         with explain_write_errors(folder / "tokens.parquet"):
             self._file = (folder / "tokens.parquet").open("wb")
-        self._tokens = pyarrow.parquet.ParquetWriter(
-            self._file, pyarrow.schema(_TOKENS, metadata=facts)
-        )
+        self._tokens = pyarrow.parquet.ParquetWriter(self._file, _schema(_TOKENS, facts))
 
     def __enter__(self) -> Tables:
         """The tables; the files are readable only after the block."""
@@ -109,7 +144,7 @@ class Tables:
         with explain_write_errors(self._folder / "tokens.parquet"):
             self._tokens.close()
             self._file.close()
-        schema = pyarrow.schema(_CHATS, metadata=self._facts)
+        schema = _schema(_CHATS, self._facts)
         table = pyarrow.Table.from_pylist(self.chats, schema=schema)
         path = self._folder / "chats.parquet"
         with explain_write_errors(path), path.open("wb") as file:
@@ -117,32 +152,14 @@ class Tables:
 
 
 def _token_rows(scored: ScoredChat, schema: pyarrow.Schema) -> pyarrow.Table:
-    tokenized = scored.tokenized
-    columns = {
-        "file": [tokenized.chat.file] * len(scored.positions),
-        "chat": numpy.full(len(scored.positions), tokenized.chat.line),
-        "answer": [tokenized.chat.answer] * len(scored.positions),
-        "turn": [tokenized.turns[i] for i in scored.positions],
-        "position": scored.positions,
-        "token": [tokenized.token_ids[i] for i in scored.positions],
-        "text": [tokenized.texts[i] for i in scored.positions],
-        "policy_log_prob": scored.policy,
-        "reference_log_prob": scored.reference,
-        "kl": scored.chosen_kl,
-        "kl_forward": scored.kl.get("forward", pyarrow.nulls(len(scored.positions))),
-        "kl_k1": scored.kl["k1"],
-        "kl_k3": scored.kl["k3"],
-        "entropy": scored.entropy,
-        "reference_entropy": scored.reference_entropy,
-        "rollout_log_prob": _or_nulls(scored.rollout, len(scored.positions)),
-    }
+    found = {name: values(scored) for name, (_, values) in _TOKENS.items()}
+    nulls = pyarrow.nulls(len(scored.positions))
+    columns = {name: nulls if values is None else values for name, values in found.items()}
     return pyarrow.table(columns, schema=schema)
 
 
-def _or_nulls(values: numpy.ndarray | None, count: int) -> pyarrow.Array:
-    if values is None:
-        return pyarrow.nulls(count, pyarrow.float32())
-    return pyarrow.array(values, mask=numpy.isnan(values))
+def _or_nulls(values: numpy.ndarray | None) -> pyarrow.Array | None:
+    return None if values is None else pyarrow.array(values, mask=numpy.isnan(values))
 
 
 def mismatch_row(mismatch: Mismatch | None) -> dict[str, float | None]:
@@ -153,27 +170,5 @@ def mismatch_row(mismatch: Mismatch | None) -> dict[str, float | None]:
 
 
 def chat_row(scored: ScoredChat) -> dict[str, Any]:
-    """The row of ``chats.parquet`` for one chat; sums and means in float64."""
-
-    def mean(values: numpy.ndarray) -> float:
-        return float(values.mean(dtype=numpy.float64))
-
-    kl = scored.chosen_kl
-    forward = scored.kl.get("forward")
-    return {
-        "file": scored.tokenized.chat.file,
-        "chat": scored.tokenized.chat.line,
-        "answer": scored.tokenized.chat.answer,
-        "turns": len({scored.tokenized.turns[i] for i in scored.positions}),
-        "length": len(scored.tokenized.token_ids),
-        "scored_tokens": len(scored.positions),
-        "policy_log_prob": float(scored.policy.sum(dtype=numpy.float64)),
-        "reference_log_prob": float(scored.reference.sum(dtype=numpy.float64)),
-        "kl_total": float(kl.sum(dtype=numpy.float64)),
-        "kl_mean": mean(kl),
-        "kl_forward_mean": None if forward is None else mean(forward),
-        "kl_k1_mean": mean(scored.kl["k1"]),
-        "kl_k3_mean": mean(scored.kl["k3"]),
-        "entropy_mean": mean(scored.entropy),
-        "reference_entropy_mean": mean(scored.reference_entropy),
-    } | {f"rollout_{name}": value for name, value in mismatch_row(scored.mismatch).items()}
+    """The row of ``chats.parquet`` for one chat."""
+    return {name: value(scored) for name, (_, value) in _CHATS.items()}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count, pairwise, product
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from fusedrl.assistant_tokens import (
+    REASONING,
     Refused,
     Renderer,
     Span,
@@ -26,7 +27,6 @@ from fusedrl.scoring.chats import Chat, Messages, arguments_of
 from fusedrl.scoring.errors import ChatError, reason
 
 REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
-_PROBE = "fusedrl_probe_{}."  # in the place of what the assistant said or called
 
 
 class TokenizedChat(NamedTuple):
@@ -66,7 +66,8 @@ def tokenize_chat(
         ChatError: the chat is too long, the template or the tokenizer refuses it, its assistant
             turns cannot be told from the rest, or its rollout log-probs are of other tokens.
     """
-    renderer = Renderer(tokenizer, template, {**(variables or {}), "tools": chat.tools})
+    tools = {"tools": chat.tools} if chat.tools else {}
+    renderer = Renderer(tokenizer, template, {**(variables or {}), **tools})
     try:
         return _tokenized(*_rendered(chat, renderer), renderer, context)
     except Unknown as error:
@@ -134,32 +135,47 @@ def _is_written_by_python(messages: Messages, text: str) -> bool:
     return any(str(given) in text for given in objects if given)
 
 
-def _check_rendered(chat: Chat, renderer: Renderer) -> None:
-    """Refuse a template that leaves out what the assistant said or called, or its markers do."""
+def _check_said(chat: Chat, text: str, spans: list[Span], turns: list[int]) -> None:
+    """Refuse a template that leaves out what the assistant said, but for white space."""
+    for turn in {*turns} - chat.context:
+        found = [text[s.start : s.end] for s, of in zip(spans, turns, strict=True) if of == turn]
+        said = "".join("".join(found).split())
+        for key in ("content", *REASONING):
+            given = chat.messages[turn].get(key)
+            if isinstance(given, str) and "".join(given.split()) not in said:
+                _refuse_left_out(chat, turn, key)
+
+
+def _check_called(chat: Chat, renderer: Renderer) -> None:
+    """Refuse a template that leaves out a tool call, or whose markers do."""
     numbers = count()
-
-    def probe(*_: Any) -> str:
-        return _PROBE.format(next(numbers))
-
-    probed = []
-    for message in chat.messages:
-        if message["role"] == "assistant" and (message.get("content") or "").strip():
-            message = {**message, "content": probe()}
-        if "tool_calls" in message:
-            calls = _called(message["tool_calls"], lambda function: {**function, "name": probe()})
-            message = {**message, "tool_calls": calls}
-        probed.append(message)
-    text, most = renderer.text(probed), next(numbers)
+    probed = [
+        {**m, "tool_calls": _called(m["tool_calls"], lambda f: {**f, "name": _probe(numbers)})}
+        if "tool_calls" in m
+        else m
+        for m in chat.messages
+    ]
+    text = renderer.text(probed)
     if renderer.marks():
         text = "".join(text[span.start : span.end] for span in renderer.marked(probed))
-    left_out = sum(_PROBE.format(number) not in text for number in range(most))
-    if left_out:
-        raise ChatError(
-            chat.where,
-            f"the chat template leaves out {left_out} of the {most} texts and tool calls of the "
-            "assistant, which would not be scored; pass --chat-template FILE, a copy of the "
-            "template that renders, and marks, message.content and message.tool_calls",
-        )
+    for turn, message in enumerate(probed):
+        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        if not all(name in text for name in names):
+            _refuse_left_out(chat, turn, "tool_calls")
+
+
+def _probe(numbers: Iterator[int]) -> str:
+    """A name that is nowhere in a text, in the place of a function's."""
+    return f"fusedrl_probe_{next(numbers)}."
+
+
+def _refuse_left_out(chat: Chat, turn: int, key: str) -> None:
+    raise ChatError(
+        chat.where,
+        f"messages[{turn}]: the chat template leaves out a part of its {key}, which would not be "
+        "scored; pass --chat-template FILE, a copy of the template that renders it, and marks it "
+        "if it has markers",
+    )
 
 
 def _tokenized(chat: Chat, text: str, renderer: Renderer, context: int | None) -> TokenizedChat:
@@ -171,11 +187,13 @@ def _tokenized(chat: Chat, text: str, renderer: Renderer, context: int | None) -
             f"expected at most {context} tokens, the models' context, got {length}; shorten or "
             "split the chat, or pass --context N if the models reach further",
         )
-    _check_rendered(chat, renderer)
+    if any("tool_calls" in message for message in chat.messages):
+        _check_called(chat, renderer)
     offsets = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2)
     ends = [0, *covering(offsets)[:, 1].tolist()]
     spans = assistant_spans(renderer, chat.messages, text)
     turns = _turns(chat, renderer, spans)
+    _check_said(chat, text, spans, turns)
     turns = [-1 if turn in chat.context else turn for turn in turns]
     turn_of = [turns[n] if n >= 0 else -1 for n in tokens_in(spans, offsets).tolist()]
     if all(turn < 0 for turn in turn_of):

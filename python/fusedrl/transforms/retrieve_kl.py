@@ -15,8 +15,9 @@ from torchrl.envs.llm.transforms import RetrieveKL as _RetrieveKL
 from torchrl.modules.llm.policies import LLMWrapperBase
 
 from fusedrl.compat import torchrl
+from fusedrl.models import WithAdapter, WithoutAdapters
+from fusedrl.models.other_adapters import OtherAdapters
 from fusedrl.models.ranks import together
-from fusedrl.models.without_adapters import WithoutAdapters, is_peft_model
 from fusedrl.transforms import columns
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb, model_of
@@ -33,8 +34,9 @@ class RetrieveKL(_RetrieveKL):
 
     Args:
         gen_model: the policy as a log-prob wrapper, or ``"from_collector"``.
-        ref_model: the reference as a log-prob wrapper. ``None`` takes the policy with its peft
-            adapters disabled, which needs no second copy of the weights.
+        ref_model: the reference as a log-prob wrapper, or as the policy's model in a
+            :class:`fusedrl.models.WithAdapter`. ``None`` takes a peft policy without its adapters.
+            Neither of these needs a second copy of the weights.
         gen_model_factory: a function that makes ``gen_model``, instead of it.
         ref_model_factory: a function that makes ``ref_model``, instead of it.
         assistant_only: give every token that is not the assistant's the KL 0; the models must have
@@ -94,10 +96,10 @@ class RetrieveKL(_RetrieveKL):
     def __init__(
         self,
         gen_model: LLMWrapperBase | Literal["from_collector"] | None = "from_collector",
-        ref_model: LLMWrapperBase | None = None,
+        ref_model: LLMWrapperBase | WithAdapter | None = None,
         *,
         gen_model_factory: Callable[[], LLMWrapperBase] | None = None,
-        ref_model_factory: Callable[[], LLMWrapperBase] | None = None,
+        ref_model_factory: Callable[[], LLMWrapperBase | WithAdapter] | None = None,
         assistant_only: bool = True,
         history_key: str = "history",
         tokenizer_kwargs: dict[str, Any] | None = None,
@@ -145,10 +147,12 @@ class RetrieveKL(_RetrieveKL):
         if self._pending:
             for name, key in zip(("gen", "ref"), self._keys, strict=True):
                 _check_full(f"{name}_log_probs_full_key", key)
-            scorers = [] if reference is None else [self._scorer(reference, 1)]
+            # What is no wrapper waits for the policy's, in a tuple, so that it is no child.
+            waits = reference is None or isinstance(reference, OtherAdapters)
+            self._waiting = (reference,)
+            scorers = [] if waits else [self._scorer(reference, 1)]
         else:
-            if reference is None:
-                reference = _without_adapters(policy, self._keys[1])
+            reference = _wrapped(reference, policy, self._keys[1])
             _check_pair(policy, reference)
             scorers = [self._scorer(policy, 0), self._scorer(reference, 1)]
         computation = KLComputation(
@@ -189,7 +193,7 @@ class RetrieveKL(_RetrieveKL):
         )
         scorers = [self._scorer(scoring_policy, 0)]
         if given is None:
-            reference = _without_adapters(scoring_policy, self._keys[1])
+            reference = _wrapped(self._waiting[0], scoring_policy, self._keys[1])
             scorers.append(self._scorer(reference, 1))
         for place, scorer in enumerate(scorers):
             self.transforms.insert(place, scorer)
@@ -279,15 +283,20 @@ def _one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
     return model if factory is None else factory()
 
 
-def _without_adapters(policy: Any, key: NestedKey) -> Any:
-    """The reference of a policy with adapters: a wrapper of its base model."""
-    model: Any = getattr(policy, "model", None)
-    if not is_peft_model(model):
-        raise ValueError(
-            "ref_model: expected a log-prob wrapper or ref_model_factory, got neither; only a "
-            f"policy with peft adapters is its own reference, not a {type(model).__name__}"
-        )
-    return _new_version(policy, key, model=WithoutAdapters(model))
+def _wrapped(reference: Any, policy: Any, key: NestedKey) -> Any:
+    """The reference as a wrapper; what is left out is the policy without its adapters."""
+    if reference is None:
+        model: Any = getattr(policy, "model", None)
+        try:
+            reference = WithoutAdapters(model)
+        except TypeError:
+            raise ValueError(
+                "ref_model: expected a log-prob wrapper or ref_model_factory, got neither; only a "
+                f"policy with peft adapters is its own reference, not a {type(model).__name__}"
+            ) from None
+    if isinstance(reference, OtherAdapters):
+        return _new_version(policy, key, model=reference)
+    return reference
 
 
 def _new_version(wrapper: Any, key: NestedKey, **options: Any) -> Any:
