@@ -170,8 +170,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
     (tmp_path / "taken").write_text("mine")
     options = {"--out": str(tmp_path / "out")} | {option: str(tmp_path / "taken")}
     assert main(["bench", *(part for pair in options.items() for part in pair)]) == 2
-    expected = f"bench: cannot read or write {tmp_path / 'taken'}: File exists\n"
-    assert capsys.readouterr().err == expected
+    expected = f"bench: cannot read or write {tmp_path / 'taken'}: File exists; name another file"
+    assert capsys.readouterr().err == f"{expected} or folder\n"
 
 
 def test_a_limit_that_is_over_before_the_first_case_is_a_failure(run):

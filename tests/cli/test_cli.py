@@ -235,7 +235,7 @@ def test_output_that_does_not_fit_is_told_in_a_line():
     with Path("/dev/full").open("wb") as full:
         code = "import sys; from fusedrl.cli import main; sys.exit(main())"
         done = python("-c", code, "info", stdout=full)
-    told = "info: cannot read or write the output: No space left on device\n"
+    told = "info: cannot write the output: No space left on device\n"
     assert (done.stderr, done.returncode) == (told, 2)
 
 

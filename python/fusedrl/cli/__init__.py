@@ -11,10 +11,11 @@ import argparse
 import errno
 import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from fusedrl import __version__
 
@@ -45,16 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         broken = isinstance(error, BrokenPipeError)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if error.filename is None and not (broken or full):
+        # Another pipe that breaks, as one to a worker, is an error like any other.
+        if sys.stdout is None or not (full or (broken and _nobody_reads(sys.stdout))):
             raise
-        if error.filename is None and sys.stdout is not None:
-            # What is still buffered goes nowhere: Python would fail to flush it at its exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # What is still buffered goes nowhere: Python would fail to flush it at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if broken:
             return 128 + signal.SIGPIPE
-        where = error.filename or "the output"
-        print(f"{named}: cannot read or write {where}: {error.strerror}", file=sys.stderr)
+        print(f"{named}: cannot write the output: {error.strerror}", file=sys.stderr)
         return 2
+
+
+def _nobody_reads(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _run(argv: list[str], named: str) -> int:

@@ -88,6 +88,17 @@ def whole_number(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print each setting when it is known, write ``bench.json`` and plots."""
+    try:
+        return _run(args)
+    except OSError as error:  # contenders' own are in the results
+        if error.filename is None:
+            raise
+        why = f"cannot read or write {error.filename}: {error.strerror}"
+        print(f"bench: {why}; name another file or folder", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     folder, status = args.plots or (args.stored and args.out), 0
     try:
         results = [files.read(path) for path in args.stored or ()]
