@@ -251,12 +251,12 @@ def _opening(prompt: str, alone: str, specials: Sequence[str]) -> str:
 def _without_end(said: str, content: str, specials: Sequence[str]) -> str:
     """A turn without the special tokens behind its content, or without the last if it has none."""
     kept = content if content in said else ""  # which may itself end in such tokens
-    body = said
-    while found := next((s for s in specials if body.rstrip().endswith(s)), None):
-        shorter = body.rstrip().removesuffix(found)
+    body, ended = said, said.rstrip()
+    while found := next((s for s in specials if ended.endswith(s)), None):
+        shorter = ended.removesuffix(found)
         if kept not in shorter:
             break
-        body = shorter
+        body, ended = shorter, shorter.rstrip()
         if not content:
             break
     return body

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 from pathlib import Path
@@ -67,6 +69,32 @@ def chat(*turns: str, system: str | None = None) -> dict:
     roles = ("user", "assistant")
     messages += [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
     return {"messages": messages}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def sharegpt(row):
+    words = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": words[m["role"]], "value": m["content"]} for m in row["messages"]]
+    return {"conversations": turns}
+
+
+def lines(found):
+    return "\n".join(map(json.dumps, found)).encode()
+
+
+def sheet(found):
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(found[0]))
+    writer.writeheader()
+    writer.writerows(found)
+    return file.getvalue().encode("utf-8-sig")
 
 
 def rows(path: Path) -> list[dict]:

@@ -46,9 +46,9 @@ exit codes:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    defaults = Settings()
-    parser.add_argument(
+    """Declare the options; what :class:`Settings` has is its default."""
+    add = parser.add_argument
+    add(
         "chats",
         nargs="+",
         help="files of JSON lines, a JSON array, Parquet or CSV, also with gzip; - for standard "
@@ -56,106 +56,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or chosen and rejected",
     )
     model = {"required": True, "metavar": "MODEL"}
-    parser.add_argument(
+    add(
         "--policy",
         **model,
         help="the policy: a folder, a name on the hub, or a folder of peft adapters",
     )
-    parser.add_argument("--reference", **model, help="the same of the reference")
-    parser.add_argument(
+    add("--reference", **model, help="the same of the reference")
+    add(
         "--base",
         metavar="MODEL",
         help="the model under the adapters (default: the one that their configuration names)",
     )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="folder for the three files"
-    )
-    parser.add_argument(
+    add("--out", required=True, type=Path, metavar="DIR", help="folder for the three files")
+    add(
         "--estimator",
         choices=ESTIMATORS,
         help="estimate the KL from each token's log-probs alone, for answers that the policy "
         "sampled (default: the exact KL of the two distributions, for any text)",
     )
-    parser.add_argument(
+    add(
         "--forward-kl",
         action="store_true",
         help="also compute the exact KL of the reference from the policy",
     )
-    parser.add_argument(
+    add(
         "--temperature",
         type=float,
-        default=defaults.temperature,
         metavar="T",
         help="divide the logits of both models by this number (default: %(default)g)",
     )
-    parser.add_argument(
+    add(
         "--device",
-        default=defaults.device,
         help="where the models run, as torch names it (default: cuda if there is a GPU, else cpu)",
     )
-    parser.add_argument(
+    add(
         "--dtype",
         choices=DTYPES,
-        default=defaults.dtype,
         help="dtype of the models (default: float32 on the CPU, the checkpoint's on a GPU)",
     )
-    parser.add_argument(
+    add(
         "--max-tokens-per-batch",
         type=int,
-        default=defaults.max_tokens_per_batch,
         metavar="N",
         help="the most tokens of one forward pass (default: 512 on the CPU, more on a GPU)",
     )
-    parser.add_argument(
+    add(
         "--chat-template",
         type=Path,
         metavar="FILE",
         help="a Jinja chat template to use instead of the tokenizer's",
     )
-    parser.add_argument(
+    add(
         "--chat-template-kwargs",
         type=_object,
-        default={},
         metavar="JSON",
         help="variables of the chat template, as in '{\"enable_thinking\": false}'",
     )
-    parser.add_argument(
+    add(
         "--context",
         type=int,
-        default=defaults.context,
         metavar="N",
         help="the most tokens of a chat (default: the models' max_position_embeddings)",
     )
-    parser.add_argument(
-        "--limit",
-        type=int,
-        default=defaults.limit,
-        metavar="N",
-        help="score the first N rows of the input",
-    )
-    parser.add_argument(
+    add("--limit", type=int, metavar="N", help="score the first N rows of the input")
+    add(
         "--report-chats",
         type=int,
-        default=defaults.report_chats,
         metavar="N",
         help="how many chats report.html shows, the most drifted first (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--rollout-bound",
         type=float,
-        default=defaults.rollout_bound,
         metavar="X",
         help="truncate the probability ratio of policy and engine at X, for chats with "
         "rollout_log_probs (default: %(default)g)",
     )
-    parser.add_argument(
+    add(
         "--strict",
         action="store_true",
         help="stop at the first chat that cannot be scored, instead of leaving it out",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the summary as one line of JSON, for a script"
-    )
+    add("--json", action="store_true", help="print the summary as one line of JSON, for a script")
+    parser.set_defaults(**vars(Settings()))
 
 
 def _object(text: str) -> dict[str, Any]:

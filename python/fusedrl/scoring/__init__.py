@@ -1,10 +1,10 @@
 """Score conversations under a policy and a reference: the job behind ``fusedrl score``.
 
-``job`` runs the whole, and ``settings`` has its options. ``records`` reads the file, ``chats``
-checks its conversations, ``tokenization`` makes tokens of them and finds those of the assistant,
-``pretrained`` and ``checkpoint`` load and check the two models, and ``batch_scores`` computes the
-scores. ``tables`` and ``report`` write the results, and ``output`` takes care that all files
-appear, or none.
+``job`` runs the whole, and ``settings`` has its options. ``records`` reads the files, ``chats``
+tells the shapes of their rows, ``messages`` puts what was said into the words of chat templates,
+``tokenization`` makes tokens of it and finds those of the assistant, ``pretrained`` and
+``checkpoint`` load and check the two models, and ``batch_scores`` computes the scores. ``tables``
+and ``report`` write the results, and ``output`` takes care that all files appear, or none.
 
 The job loads torch and transformers, on first use.
 """

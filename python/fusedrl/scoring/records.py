@@ -124,7 +124,7 @@ def _readers(content: bytes, is_csv: bool) -> tuple[str, Iterable[tuple[int, Rea
         return "Parquet", _rows_of_batches(table.iter_batches(columns=columns or None))
     start = content.removeprefix(codecs.BOM_UTF8).lstrip()
     if is_csv and start and not start.startswith((b"[", b"{")):
-        return "CSV", _rows_of_batches(_strings(content).to_batches())
+        return "CSV", _rows_of_batches(_csv_table(content).to_batches())
     if start.startswith(b"["):
         elements = enumerate(parsed(content), start=1)
         return "a JSON array", [(n, lambda row=row: row) for n, row in elements]
@@ -142,7 +142,7 @@ def _row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
     return batch.slice(index, 1).to_pylist()[0]
 
 
-def _strings(content: bytes) -> pyarrow.Table:
+def _csv_table(content: bytes) -> pyarrow.Table:
     """A CSV file, whose first line has the names of its columns; an empty cell is null."""
     if content.count(b'"') % 2:
         raise ValueError("a quotation mark is not closed, or not doubled within a cell")

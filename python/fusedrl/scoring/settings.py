@@ -11,7 +11,7 @@ from fusedrl.scoring.errors import ScoreError
 ESTIMATORS = ("k1", "k3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # What a template gets with a chat, or what renders it.
-_GIVEN = {"messages", "conversation", "add_generation_prompt", "tokenize", "chat_template"}
+_RESERVED = {"messages", "conversation", "add_generation_prompt", "tokenize", "chat_template"}
 TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
 
 
@@ -70,7 +70,7 @@ class Settings:
                     f"{getattr(self, name)!r}; "
                     f"leave it out for {getattr(type(self), name)!r}"
                 )
-        if taken := _GIVEN & self.chat_template_kwargs.keys():
+        if taken := _RESERVED & self.chat_template_kwargs.keys():
             raise ScoreError(
                 f"chat_template_kwargs: expected variables of the template, got {sorted(taken)}, "
                 "which scoring sets; leave them out"

@@ -31,6 +31,10 @@ def _kl(name: str) -> Callable[[ScoredChat], Any]:
     return lambda scored: scored.kl.get(name)
 
 
+def _of_mismatch(name: str) -> Callable[[ScoredChat], float | None]:
+    return lambda scored: scored.mismatch and getattr(scored.mismatch, name).item()
+
+
 def _mean(values: Callable[[ScoredChat], Any]) -> Callable[[ScoredChat], float | None]:
     def mean(scored: ScoredChat) -> float | None:
         found = values(scored)
@@ -43,48 +47,48 @@ def _sum(values: Callable[[ScoredChat], Any]) -> Callable[[ScoredChat], float]:
     return lambda scored: float(values(scored).sum(dtype=numpy.float64))
 
 
-_WHOLE, _SMALL, _TEXT = pyarrow.int64(), pyarrow.int32(), pyarrow.string()
-_FLOAT, _DOUBLE = pyarrow.float32(), pyarrow.float64()
+_INT64, _INT32, _STRING = pyarrow.int64(), pyarrow.int32(), pyarrow.string()
+_FLOAT32, _FLOAT64 = pyarrow.float32(), pyarrow.float64()
 # The columns of a row for each token: None stands for nulls.
 _TOKENS: dict[str, _Column] = {
-    "file": (_TEXT, _of_chat("file")),
-    "chat": (_WHOLE, _of_chat("line")),  # from 1
-    "answer": (_TEXT, _of_chat("answer")),  # of a preference
-    "turn": (_SMALL, _at_positions("turns")),  # index into the chat's messages
-    "position": (_SMALL, lambda scored: scored.positions),  # index into the chat's tokens
-    "token": (_SMALL, _at_positions("token_ids")),
-    "text": (_TEXT, _at_positions("texts")),
-    "policy_log_prob": (_FLOAT, lambda scored: scored.policy),
-    "reference_log_prob": (_FLOAT, lambda scored: scored.reference),
-    "kl": (_FLOAT, lambda scored: scored.chosen_kl),
-    "kl_forward": (_FLOAT, _kl("forward")),
-    "kl_k1": (_FLOAT, _kl("k1")),
-    "kl_k3": (_FLOAT, _kl("k3")),
-    "entropy": (_FLOAT, lambda scored: scored.entropy),
-    "reference_entropy": (_FLOAT, lambda scored: scored.reference_entropy),
-    "rollout_log_prob": (_FLOAT, lambda scored: _or_nulls(scored.rollout)),
+    "file": (_STRING, _of_chat("file")),
+    "chat": (_INT64, _of_chat("line")),  # from 1
+    "answer": (_STRING, _of_chat("answer")),  # of a preference
+    "turn": (_INT32, _at_positions("turns")),  # index into the chat's messages
+    "position": (_INT32, lambda scored: scored.positions),  # index into the chat's tokens
+    "token": (_INT32, _at_positions("token_ids")),
+    "text": (_STRING, _at_positions("texts")),
+    "policy_log_prob": (_FLOAT32, lambda scored: scored.policy),
+    "reference_log_prob": (_FLOAT32, lambda scored: scored.reference),
+    "kl": (_FLOAT32, lambda scored: scored.chosen_kl),
+    "kl_forward": (_FLOAT32, _kl("forward")),
+    "kl_k1": (_FLOAT32, _kl("k1")),
+    "kl_k3": (_FLOAT32, _kl("k3")),
+    "entropy": (_FLOAT32, lambda scored: scored.entropy),
+    "reference_entropy": (_FLOAT32, lambda scored: scored.reference_entropy),
+    "rollout_log_prob": (_FLOAT32, lambda scored: _or_nulls(scored.rollout)),
 }
 # Those of a row for each chat; sums and means in float64.
 _CHATS: dict[str, _Column] = {
-    "file": (_TEXT, lambda scored: scored.tokenized.chat.file),
-    "chat": (_WHOLE, lambda scored: scored.tokenized.chat.line),
-    "answer": (_TEXT, lambda scored: scored.tokenized.chat.answer),
-    "turns": (_SMALL, lambda scored: len({scored.tokenized.turns[i] for i in scored.positions})),
-    "length": (_SMALL, lambda scored: len(scored.tokenized.token_ids)),
-    "scored_tokens": (_SMALL, lambda scored: len(scored.positions)),
-    "policy_log_prob": (_DOUBLE, _sum(lambda scored: scored.policy)),
-    "reference_log_prob": (_DOUBLE, _sum(lambda scored: scored.reference)),
-    "kl_total": (_DOUBLE, _sum(lambda scored: scored.chosen_kl)),
-    "kl_mean": (_DOUBLE, _mean(lambda scored: scored.chosen_kl)),
-    "kl_forward_mean": (_DOUBLE, _mean(_kl("forward"))),
-    "kl_k1_mean": (_DOUBLE, _mean(_kl("k1"))),
-    "kl_k3_mean": (_DOUBLE, _mean(_kl("k3"))),
-    "entropy_mean": (_DOUBLE, _mean(lambda scored: scored.entropy)),
-    "reference_entropy_mean": (_DOUBLE, _mean(lambda scored: scored.reference_entropy)),
+    "file": (_STRING, lambda scored: scored.tokenized.chat.file),
+    "chat": (_INT64, lambda scored: scored.tokenized.chat.line),
+    "answer": (_STRING, lambda scored: scored.tokenized.chat.answer),
+    "turns": (_INT32, lambda scored: len({scored.tokenized.turns[i] for i in scored.positions})),
+    "length": (_INT32, lambda scored: len(scored.tokenized.token_ids)),
+    "scored_tokens": (_INT32, lambda scored: len(scored.positions)),
+    "policy_log_prob": (_FLOAT64, _sum(lambda scored: scored.policy)),
+    "reference_log_prob": (_FLOAT64, _sum(lambda scored: scored.reference)),
+    "kl_total": (_FLOAT64, _sum(lambda scored: scored.chosen_kl)),
+    "kl_mean": (_FLOAT64, _mean(lambda scored: scored.chosen_kl)),
+    "kl_forward_mean": (_FLOAT64, _mean(_kl("forward"))),
+    "kl_k1_mean": (_FLOAT64, _mean(_kl("k1"))),
+    "kl_k3_mean": (_FLOAT64, _mean(_kl("k3"))),
+    "entropy_mean": (_FLOAT64, _mean(lambda scored: scored.entropy)),
+    "reference_entropy_mean": (_FLOAT64, _mean(lambda scored: scored.reference_entropy)),
     **{
         f"rollout_{name}": (
-            _SMALL if name == "tokens" else _DOUBLE,
-            lambda scored, name=name: mismatch_row(scored.mismatch)[name],
+            _INT32 if name == "tokens" else _FLOAT64,
+            _of_mismatch(name),
         )
         for name in _MISMATCH
     },

@@ -23,8 +23,9 @@ from fusedrl.assistant_tokens import (
     covering,
     tokens_in,
 )
-from fusedrl.scoring.chats import Chat, Messages, arguments_of
+from fusedrl.scoring.chats import Chat
 from fusedrl.scoring.errors import ChatError, reason
+from fusedrl.scoring.messages import Messages, arguments_of
 
 REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
 
@@ -110,7 +111,7 @@ def _forms(messages: Messages) -> list[Messages]:
             else m
             for m in messages
         ]
-        for arguments, content in product((_object, _text), ({}, {"content": ""}))
+        for arguments, content in product((_with_object, _with_text), ({}, {"content": ""}))
     ]
 
 
@@ -118,11 +119,11 @@ def _called(calls: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[d
     return [{**call, "function": change(call["function"])} for call in calls]
 
 
-def _object(function: dict[str, Any]) -> dict[str, Any]:
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": arguments_of(function["arguments"])}
 
 
-def _text(function: dict[str, Any]) -> dict[str, Any]:
+def _with_text(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**function, "arguments": text}
