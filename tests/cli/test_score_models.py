@@ -175,13 +175,15 @@ def test_weights_that_are_not_finite_are_refused(models, folder, refused, value,
 
 
 def adapters(model, folder, **options):
-    """A folder of peft adapters that move every logit, and the logits of the model with them."""
+    """A folder of peft adapters that move every logit, and the model that they are merged into."""
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **options))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["v_proj", "o_proj"], **options)
+    )
     torch.manual_seed(0)
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight)
+    with torch.no_grad():
+        for weight in (w for w in adapted.parameters() if w.requires_grad):
+            weight.add_(torch.randn_like(weight), alpha=0.5)
     adapted.save_pretrained(folder)
     return adapted.merge_and_unload()
 
@@ -190,7 +192,8 @@ def adapters(model, folder, **options):
 def test_adapters_are_scored_as_the_model_that_they_are_merged_into(
     models, write_chats, tmp_path, options
 ):
-    merged = adapters(AutoModelForCausalLM.from_pretrained(models.reference), tmp_path / "lora")
+    base = AutoModelForCausalLM.from_pretrained(models.reference)
+    merged = adapters(base, tmp_path / "lora", **options)
     merged.save_pretrained(tmp_path / "merged")
     AutoTokenizer.from_pretrained(models.reference).save_pretrained(tmp_path / "merged")
     path, found = write_chats(GOOD, chat("Name a colour.", "Blue.")), []
@@ -199,7 +202,7 @@ def test_adapters_are_scored_as_the_model_that_they_are_merged_into(
         score_chats(path, *pair, tmp_path / "out")
         found.append([row["kl"] for row in rows(tmp_path / "out" / "tokens.parquet")])
     assert found[0] == pytest.approx(found[1], abs=1e-6)
-    assert max(found[0]) > 3e-4
+    assert max(found[0]) > 3e-5
     swapped = models.reference, str(tmp_path / "lora")
     summary = score_chats(path, *swapped, tmp_path / "out", Settings(forward_kl=True))
     assert summary.mean("kl_forward_mean") == pytest.approx(sum(found[0]) / len(found[0]), abs=1e-6)
