@@ -56,8 +56,13 @@ class Storm:
 
 
 def open_files(*pids: int) -> list[int]:
+    """The fewest of some looks: a batch that arrives has a descriptor until it is mapped."""
     gc.collect()
-    return [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
+    looks = []
+    for _ in range(20):
+        looks.append([len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids])
+        time.sleep(0.005)
+    return [min(counts) for counts in zip(*looks, strict=True)]
 
 
 def segments(*pids: int) -> list[int]:
