@@ -109,6 +109,32 @@ def test_variables_of_the_template_are_given_as_json(score, tmp_path, capsys):
         assert "expected an object of JSON" in capsys.readouterr().err
 
 
+def test_what_the_template_leaves_out_of_the_context_is_counted(score, tmp_path, capsys):
+    path, template = tmp_path / "chats.jsonl", tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content if m.role == 'assistant' else m.content | tojson }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    asked, answer = {"role": "user", "content": 'A "quoted"\nquestion'}, PLAIN[0]["messages"][-1]
+    system, tools = {"role": "system", "content": "Be brief."}, [{"name": "clock"}]
+    chats = [
+        {"messages": [asked, answer]},
+        {"messages": [system, asked, answer], "tools": tools},
+        {"messages": [system, asked, answer]},
+    ]
+    path.write_bytes(lines(chats))
+    options = path, "--chat-template", template
+    assert score(*options)[0] == 0
+    printed = capsys.readouterr().out
+    assert "2 chats with system messages that the chat template leaves out" in printed
+    assert "1 chat with tools that the chat template leaves out" in printed
+    _, out = score(*options, "--json")
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["not_rendered"] == {"system messages": 2, "tools": 1}
+    assert "2 chats with system messages that" in (out / "report.html").read_text()
+
+
 def test_a_script_gets_the_summary_as_one_line_of_json(score, tmp_path, capsys):
     path = tmp_path / "chats.jsonl"
     path.write_bytes(lines([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3) + b"\n{")

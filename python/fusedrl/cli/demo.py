@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from fusedrl.cli.score import score_and_print
+from fusedrl.cli import main
 from fusedrl.demo import dialogs, make_reference
 from fusedrl.demo.models import one_thread
 from fusedrl.demo.report import add_training, parts_of
@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"demo: out: cannot write {where}: {reason(error)}", file=sys.stderr)
         return 2
     clock.append(time.perf_counter())
-    code = score_and_print(answers, str(policy), str(reference), args.out, {})
+    models = f"--policy={policy}", f"--reference={reference}"
+    code = main(["score", *models, f"--out={args.out}", "--", str(answers)])
     if code == 0:
         seconds = {"making the reference": clock[1] - clock[0], **parts_of(batches)}
         seconds["scoring"] = time.perf_counter() - clock[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,13 +34,14 @@ class Summary:
     """What a job did: a row for each chat, as in ``chats.parquet``, and the skipped chats.
 
     ``mismatch`` is over all tokens with a rollout log-prob, or ``None`` if there is no such token.
-    ``shown`` is how many chats the report has.
+    ``not_rendered`` counts the chats with ``"tools"``, or ``"system messages"``, that the chat
+    template leaves out.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[ChatError] = field(default_factory=list)
     mismatch: Mismatch | None = None
-    shown: int = 0
+    not_rendered: Counter[str] = field(default_factory=Counter)
 
     def mean(self, column: str, rows: Sequence[dict[str, Any]] | None = None) -> float:
         """Mean over all scored tokens, of all chats or of some, of a column such as ``kl_mean``."""
@@ -59,6 +61,8 @@ class Summary:
         for answer in ("chosen", "rejected"):
             if own := [row for row in self.rows if row["answer"] == answer]:
                 figures[answer] = {"chats": len(own), "kl_mean": self.mean("kl_mean", own)}
+        if self.not_rendered:
+            figures["not_rendered"] = dict(sorted(self.not_rendered.items()))
         if self.mismatch is not None:
             chats = sum(bool(row["rollout_tokens"]) for row in self.rows)
             figures["rollout"] = {"chats": chats, **mismatch_row(self.mismatch)}
@@ -142,6 +146,7 @@ def score_chats(
             while batch := list(islice(tokenized, BATCH)):
                 for scored in _scored(models, batch, settings, skip):
                     report.add(tables.write(scored), scored)
+                    summary.not_rendered.update(scored.tokenized.not_rendered)
                     mismatches += [] if scored.mismatch is None else [scored.mismatch]
                     on_progress()
             if not tables.chats:
@@ -151,7 +156,7 @@ def score_chats(
             together = map(torch.cat, zip(*mismatches, strict=True))
             summary.mismatch = Mismatch._make(together).total()
         path = folder / "report.html"
-        summary.shown = report.write(path, summary.rows, summary.figures(), summary.skipped)
+        report.write(path, summary.rows, summary.figures(), summary.skipped)
     return summary
 
 

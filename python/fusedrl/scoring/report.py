@@ -80,8 +80,8 @@ class HtmlReport:
         rows: Sequence[dict[str, Any]],
         figures: dict[str, Any],
         skipped: Sequence[ChatError],
-    ) -> int:
-        """Render the page, and say how many chats it shows.
+    ) -> None:
+        """Render the page.
 
         ``rows`` are all chats' rows, shown or not, and ``figures`` those of all together.
         """
@@ -113,13 +113,13 @@ class HtmlReport:
             figures=figures,
             rollout_bound=self._rollout_bound,
             rows=rows,
+            max_tokens=MAX_TOKENS if len(chats) < len(self._kept) else None,
             skipped=[str(error).removeprefix(folder) for error in skipped],
             plots=self._plots(views[0].label, rows),
         )
         with explain_write_errors(path):
             # Text that no model reads may be invalid, such as a key that the template ignores.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
-        return len(chats)
 
     def _plots(self, label: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         kl = numpy.concatenate(self._kl)

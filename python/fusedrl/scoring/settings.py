@@ -17,38 +17,20 @@ TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a scoring job.
-
-    Args:
-        estimator: ``"k1"`` or ``"k3"``, for tokens that the policy sampled: what ``kl`` and the
-            ranking estimate from the two log-probs of a token. ``None`` takes the exact KL
-            divergence of the policy from the reference, which holds for any text.
-        forward_kl: also compute the exact divergence of the reference from the policy.
-        base: the model under adapters, where policy or reference is a folder of adapters; ``None``
-            takes the one that their configuration names.
-        temperature: divisor of both models' logits.
-        device: torch device, or ``"auto"``.
-        dtype: a torch dtype, or ``"auto"``: float32 on the CPU, the checkpoint's own elsewhere.
-        max_tokens_per_batch: largest number of tokens in one forward pass, including padding.
-            ``None`` takes what :func:`fusedrl.models.causal_log_probs` chooses.
-        chat_template: path of a Jinja chat template that replaces the tokenizer's.
-        chat_template_kwargs: the template's variables, such as ``{"enable_thinking": False}``.
-        context: number of tokens of the longest chat that is scored. ``None`` takes the
-            ``max_position_embeddings`` of the two models, beyond which most models give no useful
-            results.
-        limit: how many rows of the input are read, from the first; ``None`` for all.
-        strict: stop at the first chat that cannot be scored, instead of skipping it.
-        report_chats: how many of the most drifted chats the report shows.
-        rollout_bound: where the ratios of the policy's probabilities to the engine's are truncated,
-            for chats with rollout log-probs.
+    """The options of ``fusedrl score``, each as ``fusedrl score --help`` describes it.
 
     Raises:
         ScoreError: a value is out of its range.
+
+    Example:
+        >>> from fusedrl.scoring import Settings
+        >>> Settings(estimator="k1", limit=100).temperature
+        1.0
     """
 
+    base: str | None = None
     estimator: str | None = None
     forward_kl: bool = False
-    base: str | None = None
     temperature: float = 1.0
     device: str = "auto"
     dtype: str = "auto"
@@ -57,9 +39,9 @@ class Settings:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     context: int | None = None
     limit: int | None = None
-    strict: bool = False
     report_chats: int = 50
     rollout_bound: float = 2.0
+    strict: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, before anything is loaded."""

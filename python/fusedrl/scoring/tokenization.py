@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from itertools import count, pairwise, product
 from typing import Any, NamedTuple
 
@@ -37,7 +39,8 @@ class TokenizedChat(NamedTuple):
     character, it belongs to the first, and the others have ``""``: the joined texts are the whole
     conversation. ``turns[i]`` is the index of the message for which token *i* is scored, or -1.
     ``rollout`` has the engine's log-prob of each scored token, NaN if it is not known; it is
-    ``None`` for a chat without rollout log-probs.
+    ``None`` for a chat without rollout log-probs. ``not_rendered`` names the parts of the context
+    that the chat template leaves out, such as ``"tools"`` and ``"system messages"``.
     """
 
     chat: Chat
@@ -45,6 +48,7 @@ class TokenizedChat(NamedTuple):
     texts: list[str]
     turns: list[int]
     rollout: list[float] | None = None
+    not_rendered: frozenset[str] = frozenset()
 
 
 def tokenize_chat(
@@ -200,7 +204,30 @@ def _tokenized(chat: Chat, text: str, renderer: Renderer, context: int | None) -
     if all(turn < 0 for turn in turn_of):
         raise ChatError(chat.where, "no token to score: the template renders no assistant text")
     texts = [text[start:end] for start, end in pairwise(ends)]
-    return TokenizedChat(chat, encoded["input_ids"], texts, turn_of, _rollout(chat, turn_of))
+    made = TokenizedChat(chat, encoded["input_ids"], texts, turn_of, _rollout(chat, turn_of))
+    return made._replace(not_rendered=_not_rendered(chat, text, renderer, {*turn_of}))
+
+
+def _not_rendered(chat: Chat, text: str, renderer: Renderer, scored: set[int]) -> frozenset[str]:
+    """What the template leaves out of the context: the models do not read it."""
+    written = "".join(text.split())
+    context = [m for turn, m in enumerate(chat.messages) if turn not in scored]
+    found = {
+        f"{m['role']} messages" for m in context if not any(s in written for s in _spellings(m))
+    }
+    if chat.tools:
+        without = {name: x for name, x in renderer.variables.items() if name != "tools"}
+        with suppress(Refused):
+            if replace(renderer, variables=without).text(chat.messages) == text:
+                found.add("tools")
+    return frozenset(found)
+
+
+def _spellings(message: dict[str, Any]) -> Iterator[str]:
+    """The content of a message without white space, as a template may write it."""
+    content = message.get("content") or ""
+    for spelling in (content, json.dumps(content, ensure_ascii=False)[1:-1]):
+        yield "".join(spelling.split())
 
 
 def _rollout(chat: Chat, turn_of: list[int]) -> list[float] | None:
