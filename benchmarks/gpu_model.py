@@ -3,7 +3,7 @@
 A row kernel takes the bytes that it moves. A linear op is its products and the row kernels between
 them, one after the other, each as slow as its arithmetic or its bytes; the sizes are those of
 ``head_tiles.h``, whose constants are read. ``python benchmarks/gpu_model.py`` prints the tables of
-``docs/how-it-works/cuda-predictions.md``.
+``docs/how-it-works/cuda.md``.
 """
 
 from __future__ import annotations

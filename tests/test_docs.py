@@ -187,11 +187,13 @@ def test_commands_on_pages_have_such_options():
 
 
 CHATS = "8 x ~270 tokens, 30% kept, hidden {}"
+OTHERS = ("torchrl", "TRL", "two log_softmax + sum")
 # What a row of the README begins with -> the file, and how its op, setting and rival begin.
 README_ROWS = {
     "Rewards with a KL penalty": ("models", "RetrieveKL", CHATS.format(128)),
     "The same with two larger": ("models", "RetrieveKL", CHATS.format(512)),
     "Exact KL of two models": ("bench", "exact_kl", "[256, 151936] float32, reverse"),
+    "The same, over `torch.compile`": ("bench", "exact_kl", "[256, 151936] float32, reverse"),
     "Log-probs and entropy": (
         "trl",
         "trl: selective_log_softmax_and_entropy",
@@ -216,7 +218,8 @@ def test_readme_has_the_figures_that_were_measured(start):
     rows = [r for r in json.loads(path.read_text())["rows"] if r["op"].startswith(op)]
     rows = [r for r in rows if r["setting"].startswith(setting)]
     [ours] = [r for r in rows if r["contender"] == "fusedrl"]
-    rival = next(r for r in rows if r["contender"] in ("torchrl", "TRL", "two log_softmax + sum"))
+    rivals = ("torch.compile",) if "compile" in start else OTHERS
+    rival = next(r for r in rows if r["contender"] in rivals)
     [(faster, memory)] = [row for text, row in readme_rows().items() if text.startswith(start)]
     assert faster == (f"{rival['speedup']:.2g}x" if rival["speedup"] else "")
     if op.endswith("frames"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/how-it-works/cuda-predictions.md"
+PAGE = ROOT / "docs/how-it-works/cuda.md"
 
 spec = importlib.util.spec_from_file_location("gpu_model", ROOT / "benchmarks/gpu_model.py")
 assert spec is not None and spec.loader is not None
