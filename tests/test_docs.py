@@ -193,7 +193,7 @@ README_ROWS = {
     "Rewards with a KL penalty": ("models", "RetrieveKL", CHATS.format(128)),
     "The same with two larger": ("models", "RetrieveKL", CHATS.format(512)),
     "Exact KL of two models": ("bench", "exact_kl", "[256, 151936] float32, reverse"),
-    "The same, over `torch.compile`": ("bench", "exact_kl", "[256, 151936] float32, reverse"),
+    "The same, against `torch.compile`": ("bench", "exact_kl", "[256, 151936] float32, reverse"),
     "Log-probs and entropy": (
         "trl",
         "trl: selective_log_softmax_and_entropy",
