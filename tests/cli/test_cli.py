@@ -229,6 +229,15 @@ def test_a_setting_out_of_range_is_refused(option, capsys):
     assert capsys.readouterr().err.startswith(f"score: {name}: expected ")
 
 
+def test_an_unknown_option_is_refused_by_its_command(capsys):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(SystemExit) as stopped:
+        main([*SCORE, "--estimater", "k1"])
+    assert stopped.value.code == 2
+    expected = "fusedrl score: error: unrecognized arguments: --estimater k1\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
 @pytest.mark.heavy
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_output_that_does_not_fit_is_told_in_a_line():

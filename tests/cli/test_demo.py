@@ -50,6 +50,20 @@ def test_demo_trains_and_scores(tmp_path, monkeypatch, capsys):
     assert_prints(texts(readme, "console"), done.stdout, figures=False)
 
 
+def test_a_folder_that_no_library_can_write_is_named(tmp_path, capsys):
+    assert main(["demo", f"--out={tmp_path}/\udcff"]) == 2
+    assert "demo: out: cannot write " in capsys.readouterr().err
+
+
+def test_a_pipe_that_breaks_is_not_a_fault_of_the_folder(tmp_path, monkeypatch):
+    def print_to_nobody(folder):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "make_reference", print_to_nobody)
+    with pytest.raises(BrokenPipeError):
+        main(["demo", f"--out={tmp_path}"])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_rewards_are_learned_and_shuffled_ones_are_not(tmp_path):

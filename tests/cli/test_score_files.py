@@ -117,7 +117,8 @@ def test_what_the_template_leaves_out_of_the_context_is_counted(score, tmp_path,
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     asked, answer = {"role": "user", "content": 'A "quoted"\nquestion'}, PLAIN[0]["messages"][-1]
-    system, tools = {"role": "system", "content": "Be brief."}, [{"name": "clock"}]
+    # A text that stands in another message, too.
+    system, tools = {"role": "system", "content": "quoted"}, [{"name": "clock"}]
     chats = [
         {"messages": [asked, answer]},
         {"messages": [system, asked, answer], "tools": tools},
@@ -133,6 +134,42 @@ def test_what_the_template_leaves_out_of_the_context_is_counted(score, tmp_path,
     figures = json.loads(capsys.readouterr().out)
     assert figures["not_rendered"] == {"system messages": 2, "tools": 1}
     assert "2 chats with system messages that" in (out / "report.html").read_text()
+
+
+def test_a_context_that_a_template_rewrites_is_not_left_out(score, tmp_path, capsys):
+    path, template = tmp_path / "chats.jsonl", tmp_path / "template.jinja"
+    template.write_text(
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content if m.role == 'assistant' else m.content | e | lower }}<|im_end|>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [{"role": "user", "content": 'A "Quoted"\n<question>'}, PLAIN[0]["messages"][-1]]
+    path.write_bytes(lines([{"messages": messages, "tools": [{"name": "clock"}]}]))
+    assert score(path, "--chat-template", template, "--json")[0] == 0
+    assert "not_rendered" not in json.loads(capsys.readouterr().out)
+    variables = '{"tools": [{"name": "clock"}]}'  # of all chats, for a template without tools
+    path.write_bytes(lines([{"messages": messages}]))
+    assert score(path, "--chat-template-kwargs", variables, "--json")[0] == 0
+    assert json.loads(capsys.readouterr().out)["not_rendered"] == {"tools": 1}
+
+
+def test_one_object_may_have_several_lines(score, tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps(PLAIN[0], indent=2))
+    code, out = score(path)
+    assert code == 0 and len(rows(out / "chats.parquet")) == 1
+
+
+def test_names_of_files_are_printed_as_they_are(score, tmp_path, capsys):
+    folder = tmp_path / "q["
+    folder.mkdir()
+    for name in ("x].jsonl", "b[red].jsonl", ":smile:.jsonl"):
+        (folder / name).write_bytes(lines(PLAIN[:1]))
+    assert score(tmp_path / "q[[]/*.jsonl")[0] == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("x].jsonl:1", "b[red].jsonl:1", ":smile:.jsonl:1"))
 
 
 def test_a_script_gets_the_summary_as_one_line_of_json(score, tmp_path, capsys):

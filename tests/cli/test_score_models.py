@@ -139,8 +139,8 @@ def test_a_model_that_is_not_there_is_named(write_chats, score, capsys, role):
 def test_a_folder_that_is_not_there_is_named(write_chats, score, capsys, role, name):
     code, _ = score(write_chats(GOOD), **{role: name})
     assert code == 2
-    told = f"score: {role}: cannot load a tokenizer from '{name}' (there is no such directory): "
-    assert told in capsys.readouterr().err
+    expected = f"score: {role}: expected a directory, got '{name}', which is not there; "
+    assert expected in capsys.readouterr().err
 
 
 def test_a_folder_that_has_checkpoints_alone_names_them(
@@ -256,7 +256,7 @@ def test_the_base_of_adapters_may_be_named(models, write_chats, tmp_path, refuse
     config = tmp_path / "lora" / "adapter_config.json"
     edit(config, base_model_name_or_path=str(tmp_path / "moved"))
     said = refused(tmp_path / "lora")
-    assert f"cannot load a tokenizer from '{tmp_path / 'moved'}' (there is no such dir" in said
+    assert f"expected a directory, got '{tmp_path / 'moved'}', which is not there" in said
     assert "--base" in said
     edit(config, base_model_name_or_path=None)
     assert "name no base model; pass --base MODEL" in refused(tmp_path / "lora")

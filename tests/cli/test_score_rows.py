@@ -183,13 +183,13 @@ def test_what_was_left_out_is_counted_and_ends_the_command_with_1(write_chats, s
 
 
 def test_of_many_bad_rows_the_first_are_printed_and_all_are_counted(write_chats, score, capsys):
-    code, out = score(write_chats(GOOD, *["{"] * 50))
+    code, out = score(write_chats(GOOD, *["{"] * 150))
     printed = capsys.readouterr()
     assert code == 1
     assert printed.err.count("unreadable line") == 20
     assert printed.err.count("further chats are skipped without a line") == 1
-    assert "1 chat scored, 50 skipped" in printed.out
-    assert (out / "report.html").read_text().count("unreadable line") == 50
+    assert "1 chat scored, 150 skipped" in printed.out
+    assert (out / "report.html").read_text().count("unreadable line") == 150
 
 
 def test_strict_stops_at_a_bad_row_and_leaves_nothing(write_chats, score, capsys):

@@ -73,6 +73,7 @@ def _run(argv: list[str], named: str) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fusedrl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = parser
     try:
         for name, summary in COMMANDS.items():
             command = commands.add_parser(
@@ -80,10 +81,12 @@ def _run(argv: list[str], named: str) -> int:
             )
             if name == named:
                 module = importlib.import_module(f"fusedrl.cli.{name}")
-                module.add_arguments(command)
+                module.add_arguments(chosen := command)
                 command.epilog = module.EXAMPLES
                 command.set_defaults(run=module.run)
-        args = parser.parse_args(argv or ["--help"])
+        args, unknown = parser.parse_known_args(argv or ["--help"])
+        if unknown:
+            chosen.error(f"unrecognized arguments: {' '.join(unknown)}")
         return args.run(args)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

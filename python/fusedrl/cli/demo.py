@@ -61,8 +61,10 @@ def run(args: argparse.Namespace) -> int:
         answers = args.out / "answers.jsonl"
         dialogs.write_answers(answers, batches[-BATCHES_SCORED:])
     except Exception as error:
-        # The Rust libraries behind tokenizers and weights have error types of their own.
-        if not isinstance(error, OSError) and "(os error" not in str(error):
+        # The Rust libraries behind tokenizers and weights have error types of their own, and take
+        # no path that is not UTF-8. A pipe breaks where nobody reads what is printed.
+        is_of_folder = isinstance(error, OSError | UnicodeEncodeError) or "(os error" in str(error)
+        if isinstance(error, BrokenPipeError) or not is_of_folder:
             raise
         where = printable(str(args.out))
         print(f"demo: out: cannot write {where}: {reason(error)}", file=sys.stderr)

@@ -18,8 +18,9 @@ from tqdm import tqdm
 from fusedrl.scoring import ChatError, ScoreError, Settings
 from fusedrl.scoring.chats import survey
 from fusedrl.scoring.errors import printable
+from fusedrl.scoring.messages import brief
 from fusedrl.scoring.output import FILES
-from fusedrl.scoring.records import read_records
+from fusedrl.scoring.records import parsed, read_records
 from fusedrl.scoring.settings import DTYPES, ESTIMATORS
 
 SKIPPED_SHOWN = 20
@@ -41,17 +42,17 @@ examples:
 exit codes:
   0    every chat is scored
   1    the files are written, and some chats are not in them
-  2    the input is refused, and nothing is written; one line says why
+  2    the input is refused, and nothing is written; the last line says why
   130  Ctrl-C
 """
 
 
 def _object(text: str) -> dict[str, Any]:
     """The variables of a chat template."""
-    with suppress(ValueError):
-        if isinstance(found := json.loads(text), dict):
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := parsed(text), dict):
             return found
-    raise argparse.ArgumentTypeError(f"expected an object of JSON, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected an object of JSON, got {brief(text)}")
 
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
@@ -166,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(plain(figures, digits=17)))
         return status
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names of files may look like either
     console.print(_most_drifted(summary.rows))
     written = ", ".join(str(args.out / name) for name in reversed(FILES))
     for line in (*_lines(figures, settings), written):

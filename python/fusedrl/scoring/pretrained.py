@@ -200,11 +200,16 @@ def _adapted(role: str, model: PreTrainedModel, name: str) -> Any:
 
 
 def _load(kind: Any, role: str, name: str, remedy: str = _REMEDY, **options: Any) -> Any:
+    folder = Path(name)
+    # A name on the hub has one slash at most; others would be looked up there, too.
+    if not folder.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise ScoreError(
+            f"{role}: expected a directory, got {name!r}, which is not there; {remedy}"
+        )
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # the parsers of weights and tokenizers raise many types
         what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(kind, "model")
-        folder = Path(name)
         absent = "" if folder.is_dir() else " (there is no such directory)"
         if checkpoints := sorted(folder.glob("checkpoint-*/"), key=lambda c: (len(c.name), c.name)):
             remedy = f"pass one of its checkpoints, such as {checkpoints[-1]}"

@@ -11,6 +11,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -128,6 +129,10 @@ def _readers(content: bytes, is_csv: bool) -> tuple[str, Iterable[tuple[int, Rea
     if start.startswith(b"["):
         elements = enumerate(parsed(content), start=1)
         return "a JSON array", [(n, lambda row=row: row) for n, row in elements]
+    if start.startswith(b"{") and b"\n" in start.rstrip():
+        with suppress(ValueError, RecursionError):
+            one = parsed(content)
+            return "a JSON object", [(1, lambda: one)]
     lines = enumerate(io.BytesIO(content), start=1)
     bare = ((n, line.removeprefix(codecs.BOM_UTF8)) for n, line in lines)
     return "JSON lines", [(n, partial(parsed, line)) for n, line in bare if line.strip()]

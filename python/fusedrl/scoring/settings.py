@@ -10,8 +10,12 @@ from fusedrl.scoring.errors import ScoreError
 
 ESTIMATORS = ("k1", "k3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# What a template gets with a chat, or what renders it.
-_RESERVED = {"messages", "conversation", "add_generation_prompt", "tokenize", "chat_template"}
+# The arguments of transformers' apply_chat_template, which a template does not get.
+_RESERVED = {
+    *("messages", "conversation", "add_generation_prompt", "tokenize", "chat_template"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise, product
@@ -30,6 +30,9 @@ from fusedrl.scoring.errors import ChatError, reason
 from fusedrl.scoring.messages import Messages, arguments_of
 
 REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
+
+# A word that no conversation has, in the place of a text whose rendering is looked for.
+_PROBE = "fusedrl_probe_{}."
 
 
 class TokenizedChat(NamedTuple):
@@ -153,9 +156,9 @@ def _check_said(chat: Chat, text: str, spans: list[Span], turns: list[int]) -> N
 
 def _check_called(chat: Chat, renderer: Renderer) -> None:
     """Refuse a template that leaves out a tool call, or whose markers do."""
-    numbers = count()
+    probes = map(_PROBE.format, count())
     probed = [
-        {**m, "tool_calls": _called(m["tool_calls"], lambda f: {**f, "name": _probe(numbers)})}
+        m | {"tool_calls": _called(m["tool_calls"], lambda f: {**f, "name": next(probes)})}
         if "tool_calls" in m
         else m
         for m in chat.messages
@@ -167,11 +170,6 @@ def _check_called(chat: Chat, renderer: Renderer) -> None:
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not all(name in text for name in names):
             _refuse_left_out(chat, turn, "tool_calls")
-
-
-def _probe(numbers: Iterator[int]) -> str:
-    """A name that is nowhere in a text, in the place of a function's."""
-    return f"fusedrl_probe_{next(numbers)}."
 
 
 def _refuse_left_out(chat: Chat, turn: int, key: str) -> None:
@@ -205,29 +203,37 @@ def _tokenized(chat: Chat, text: str, renderer: Renderer, context: int | None) -
         raise ChatError(chat.where, "no token to score: the template renders no assistant text")
     texts = [text[start:end] for start, end in pairwise(ends)]
     made = TokenizedChat(chat, encoded["input_ids"], texts, turn_of, _rollout(chat, turn_of))
-    return made._replace(not_rendered=_not_rendered(chat, text, renderer, {*turn_of}))
+    return made._replace(not_rendered=_not_rendered(chat, renderer, {*turn_of}))
 
 
-def _not_rendered(chat: Chat, text: str, renderer: Renderer, scored: set[int]) -> frozenset[str]:
-    """What the template leaves out of the context: the models do not read it."""
-    written = "".join(text.split())
-    context = [m for turn, m in enumerate(chat.messages) if turn not in scored]
-    found = {
-        f"{m['role']} messages" for m in context if not any(s in written for s in _spellings(m))
-    }
-    if chat.tools:
-        without = {name: x for name, x in renderer.variables.items() if name != "tools"}
-        with suppress(Refused):
-            if replace(renderer, variables=without).text(chat.messages) == text:
-                found.add("tools")
-    return frozenset(found)
+def _not_rendered(chat: Chat, renderer: Renderer, scored: set[int]) -> frozenset[str]:
+    """The parts of the context that the template leaves out, found by a probe in their place."""
+    probes: dict[str, str] = {}
 
+    def probe(part: str) -> str:
+        probes[word := _PROBE.format(len(probes))] = part
+        return word
 
-def _spellings(message: dict[str, Any]) -> Iterator[str]:
-    """The content of a message without white space, as a template may write it."""
-    content = message.get("content") or ""
-    for spelling in (content, json.dumps(content, ensure_ascii=False)[1:-1]):
-        yield "".join(spelling.split())
+    def probed(tool: Any) -> Any:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
+            return tool
+        named = {**function, "name": probe("tools")}
+        return {**tool, "function": named} if "function" in tool else named
+
+    messages = [
+        m
+        if turn in scored or not m.get("content")
+        else m | {"content": probe(f"{m['role']} messages")}
+        for turn, m in enumerate(chat.messages)
+    ]
+    variables = {**renderer.variables}
+    if isinstance(tools := variables.get("tools"), list):
+        variables["tools"] = [*map(probed, tools)]
+    with suppress(Refused):
+        text = replace(renderer, variables=variables).text(messages)
+        return frozenset(part for word, part in probes.items() if word not in text)
+    return frozenset()
 
 
 def _rollout(chat: Chat, turn_of: list[int]) -> list[float] | None:
