@@ -23,9 +23,9 @@ namespace {
 
 using namespace channel;
 
-// Runs without the GIL, but not by py::gil_scoped_release. When the interpreter ends, taking the
-// GIL back ends a daemon thread by unwinding its stack, which terminates the process in a
-// destructor.
+// Runs `work` without the GIL. py::gil_scoped_release would not do: when the interpreter ends,
+// taking the GIL back ends a daemon thread by unwinding its stack, which terminates the process in
+// a destructor.
 template <class Work>
 void without_gil(const Work& work) {
   std::exception_ptr error;
@@ -50,7 +50,7 @@ std::shared_ptr<Publisher> make_publisher(uint64_t slots, uint64_t slot_bytes, u
   return std::make_shared<Publisher>(std::move(file), geometry, session, manifest);
 }
 
-// Errors of the kernel become OSError with their number, as only the caller knows the remedy.
+// Errors of the kernel become OSError with their errno, since only the caller knows a remedy.
 void raise_os_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);
@@ -60,31 +60,30 @@ void raise_os_error(std::exception_ptr error) {
   }
 }
 
-// Runs in a destructor, where an error of Python, such as an interrupt, can only be shown.
+// For destructors, which can only report an error of Python, such as an interrupt.
 template <class GiveBack>
 void in_destructor(const GiveBack& give_back) {
   try {
     give_back();
   } catch (py::error_already_set& error) {
     error.discard_as_unraisable("a slot of a weight channel");
-  } catch (const std::exception&) {  // the end is closed, and so is what was taken
+  } catch (const std::exception&) {  // the end is closed, which has released the slot
   }
 }
 
 // Deletes a lease that Python drops.
 struct Dropped {
   void operator()(Lease* lease) const {
-    // Its hook may need a module that is gone; the slot ends with the process.
+    // Its hook may need a module that is gone; the process ends, which releases the slot.
     if (dlpack::is_finalizing()) return;
     in_destructor([&] { lease->release(); });
     delete lease;
   }
 };
 
-// A slot that is being written, to be published as `version`, or given up, at the latest when this
-// is destroyed. In a forked child it owns nothing.
-//
-// `before_release` is called before either. Nothing is published if it raises.
+// A slot that is being written: published as `version` or given up, at the latest when this is
+// destroyed. `before_release` is called first; nothing is published if it raises. In a forked child
+// this owns nothing.
 class Write {
  public:
   explicit Write(std::shared_ptr<Publisher> end) : end_(std::move(end)), slot_(end_->try_begin()) {}
@@ -92,7 +91,7 @@ class Write {
     in_destructor([&] { end(false); });
   }
 
-  // To publish throws std::runtime_error once the channel is closed, or in a forked child.
+  // Publishing throws std::runtime_error once the channel is closed, or in a forked child.
   void end(bool publishes) {
     if (publishes) end_->require_open();
     if (!slot_ || !end_->is_open()) return;
@@ -115,13 +114,13 @@ class Write {
   std::optional<int> slot_;
 };
 
-// What the frame of a with block owns, so that no handler of a signal runs between the end of the
-// block and that of the things that it holds.
+// Owned by the frame of a `with` block, so that no signal handler runs between the end of the block
+// and the release of what it holds.
 struct Held {
   py::object value, things;
 };
 
-// The tensor owns the mapping, so it outlives the end of the channel that it came from.
+// The tensor owns the mapping, which therefore outlives the closing of the channel.
 template <class End>
 py::capsule slot_tensor(const End& end, int slot, uint64_t bytes) {
   return dlpack::uint8_tensor(end.slot(slot), static_cast<int64_t>(bytes), {dlpack::kCpu, 0},
@@ -201,7 +200,7 @@ void bind_channel(py::module_& m) {
   py::class_<Lease, std::unique_ptr<Lease, Dropped>>(m, "Lease", "A version that is leased.")
       .def(py::init<std::shared_ptr<Reader>>(), py::arg("end"))
       .def(py::init<const Lease&>(), py::kw_only(), py::arg("of"))
-      // Not by pybind11/functional.h, for the reason that without_gil() has.
+      // Not std::function through pybind11/functional.h, for the reason given at without_gil().
       .def_property("before_release", nullptr,
                     [](Lease& lease, const py::object& call) {
                       if (call.is_none())
@@ -215,7 +214,7 @@ void bind_channel(py::module_& m) {
       .def("release", &Lease::release)
       .def("__enter__", [](const py::object& self) { return self; })
       .def("__exit__", [](Lease& lease, const py::args&) { lease.release(); });
-  // A C function, for any thread, which does not have the GIL.
+  // A C function that any thread can call without the GIL.
   m.attr("give_back") =
       reinterpret_cast<uintptr_t>(+[](void* lease) { delete static_cast<Lease*>(lease); });
 

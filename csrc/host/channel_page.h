@@ -1,15 +1,15 @@
 // The control page of a weight channel, at the start of the memory file that its processes share.
 //
-//  - begin: lock a slot that is not published and that nobody leases, and mark it WRITING.
+//  - begin: lock a slot that is neither published nor leased, and mark it WRITING.
 //  - copy: the publisher writes the weights into the slot.
 //  - commit: mark it READY under its version, unlock it, publish (version, slot) in one word, and
-//    wake those who wait.
+//    wake the waiting readers.
 //  - lease: read the published word, lock its slot shared, and keep it if it is READY under that
 //    version.
-//  - release: unlock the slot, and tell the publisher.
+//  - release: unlock the slot, and wake the publisher if it waits.
 //
-// Locks are the kernel's, on open file descriptions, so that a process that dies releases its own.
-// No state here needs repair: a slot that stays WRITING is locked by nobody and is taken again.
+// The kernel locks open file descriptions, and unlocks those of a process that dies. No state here
+// needs repair: a slot that is left WRITING is unlocked, so that the next write can use it.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,10 @@
 
 namespace fusedrl::channel {
 
-// The number at its end changes with this page, and with what is written as the manifest: a reader
-// of another version of the package is refused by it.
+// The last byte changes with this page and with the format of the manifest, so that a reader of
+// another version of the package is refused.
 constexpr char magic[8] = {'f', 'u', 's', 'e', 'd', 'r', 'l', 5};
-constexpr uint64_t max_slots = 64;  // a reader's leases are the bits of one word
+constexpr uint64_t max_slots = 64;  // a reader's leases are bits of one word
 constexpr int64_t no_version = -1;
 
 enum class SlotState : uint32_t { empty, writing, ready };
@@ -38,16 +38,16 @@ constexpr uint64_t rounded(uint64_t bytes) {
 struct alignas(64) Slot {
   std::atomic<SlotState> state;
   std::atomic<int64_t> version;
-  std::atomic<uint32_t> releases;  // orders what readers read before what is written next
+  std::atomic<uint32_t> releases;  // orders a reader's loads before the next write
 };
 
 struct alignas(64) ReaderEntry {
-  std::atomic<uint32_t> pid;     // 0: nobody; without a lock, of a reader that died
-  std::atomic<uint64_t> leased;  // a bit a slot
+  std::atomic<uint32_t> pid;     // 0: unused; without a lock, the reader died
+  std::atomic<uint64_t> leased;  // one bit per slot
   std::atomic<int64_t> applied;
 };
 
-// The offsets of all parts of the memory file follow from these numbers.
+// The offsets of all parts of the memory file follow from these sizes.
 struct Geometry {
   uint64_t slots, slot_bytes, max_readers, manifest_bytes;
 
@@ -56,7 +56,7 @@ struct Geometry {
   uint64_t file_bytes() const { return slots_offset() + slots * slot_bytes; }
 };
 
-// The part that is constant once readers can open the channel.
+// Constant once readers can open the channel.
 struct Header {
   char magic[8];
   char session[32];
@@ -70,7 +70,7 @@ struct ControlPage {
   alignas(64) std::atomic<uint64_t> published;  // version << 8 | slot + 1; 0: nothing yet
   std::atomic<uint32_t> sequence;               // futex: a commit, or the end of the channel
   std::atomic<uint32_t> closed;
-  alignas(64) std::atomic<uint32_t> progress;  // futex: a release, or a write's end
+  alignas(64) std::atomic<uint32_t> progress;  // futex: a release, or the end of a write
   std::atomic<uint32_t> publisher_waits;
 
   Slot slot[max_slots];
@@ -103,13 +103,13 @@ struct Published {
   }
 };
 
-// Bytes of the memory file that stand for locks. They lie in the control page, but locks do not
-// touch its content.
-constexpr int64_t alive_lock = 0;  // exclusive, as long as the publisher lives
+// Byte ranges of the memory file that serve as locks. They lie in the control page, but locking
+// does not access its content.
+constexpr int64_t alive_lock = 0;  // exclusive while the publisher lives
 constexpr int64_t slot_lock = 1;   // + slot: shared by readers, exclusive for the publisher
-constexpr int64_t reader_lock = slot_lock + max_slots;  // + entry: exclusive, as long as it lives
+constexpr int64_t reader_lock = slot_lock + max_slots;  // + entry: exclusive while the reader lives
 
-// Every point between two effects of the protocol, for tests that end a process there.
+// All points between two effects of the protocol, where tests end a process.
 constexpr std::string_view steps[] = {
     "begin_locked",     "begin_marked",         "commit_marked", "commit_unlocked",
     "commit_published", "commit_woken",         "open_locked",   "open_registered",

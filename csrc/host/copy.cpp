@@ -16,11 +16,11 @@ namespace fusedrl::channel {
 namespace {
 
 constexpr int64_t stretch_bytes = int64_t{1} << 20;
-// Copies of this size do not fit into caches, so that readers find them in memory anyway.
+// Larger copies do not fit into caches, so that readers load them from memory anyway.
 constexpr int64_t streamed_bytes = int64_t{8} << 20;
 
-// A memcpy that bypasses the caches, which then do not fetch what is about to be overwritten. That
-// leaves two thirds of the traffic. libc does so for single copies of many megabytes only.
+// A memcpy that bypasses the caches, which otherwise load what is about to be overwritten: this
+// saves a third of the traffic. libc only does so for single copies of many megabytes.
 void write(char* target, const char* source, int64_t bytes, bool streamed) {
 #if defined(__SSE2__)
   if (streamed && reinterpret_cast<uintptr_t>(target) % 16 == 0) {
@@ -40,14 +40,14 @@ void write(char* target, const char* source, int64_t bytes, bool streamed) {
   std::memcpy(target, source, bytes);
 }
 
-// Rounds to nearest, ties to even; every NaN becomes the quiet one, as torch has it.
+// Rounds to nearest, ties to even. Every NaN becomes the quiet NaN, as in torch.
 inline uint16_t bfloat16_of(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint16_t rounded = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   return value != value ? 0x7fc0 : rounded;
 }
 
-// The oldest x86 converts more slowly than memory delivers.
+// With baseline x86 instructions, conversion is slower than memory.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
 __attribute__((target_clones("avx2", "default")))
 #endif
@@ -102,7 +102,7 @@ void copy(const std::vector<Piece>& pieces, int threads) {
   try {
     for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(work);
   } catch (const std::system_error&) {
-    // The process cannot start more threads, so those that it has do all the work.
+    // No more threads can be started: the existing ones do all the work.
   }
   work();
 }

@@ -1,4 +1,4 @@
-// Copies many pieces of memory as one, with a single start and end of threads for all of them.
+// Copies many pieces of memory in one operation, which starts and joins its threads once.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace fusedrl::channel {
 
 enum class Cast { none, float_to_bfloat16 };
 
-// Assumes that no piece overlaps another.
+// No piece may overlap another.
 struct Piece {
   char* target;
   const char* source;
@@ -17,8 +17,8 @@ struct Piece {
   Cast cast;
 };
 
-// Each thread takes the next stretch when it has finished one, so that a slow thread delays the
-// others by no more than a stretch.
+// A thread that has finished a stretch takes the next one, so that a slow thread delays the others
+// by one stretch at most.
 void copy(const std::vector<Piece>& pieces, int threads);
 
 }  // namespace fusedrl::channel

@@ -1,4 +1,4 @@
-// Makes torch tensors of our memory without torch, by DLPack capsules.
+// Makes torch tensors over existing memory without torch, by DLPack capsules.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -34,13 +34,13 @@ struct Tensor {
   uint64_t byte_offset;
 };
 
-// The C functions, from DLPack 1.2 on, that read tensors of a class without a call of Python. Their
-// order is that of the standard.
+// The C functions that read tensors of a class without a Python call, from DLPack 1.2 on, in the
+// order of the standard.
 struct ExchangeFunctions {
   uint32_t major, minor;
   const void* previous;
   void (*not_used[3])();
-  int (*tensor_of)(void* object, Tensor* out);  // of its memory as it is; -1 with an error set
+  int (*tensor_of)(void* object, Tensor* out);  // a view; returns -1 with an error set
 };
 
 struct ManagedTensor {
@@ -57,8 +57,8 @@ inline bool is_finalizing() {
 #endif
 }
 
-// A Python object that C++ may drop on any thread, with or without the GIL. It is leaked if the
-// interpreter is ending, when the GIL must not be waited for.
+// A Python object that C++ may drop on any thread, with or without the GIL. It is leaked while the
+// interpreter ends, when waiting for the GIL is not allowed.
 inline std::shared_ptr<void> keep_alive(pybind11::object object) {
   return {object.release().ptr(), [](void* kept) {
             auto* python = static_cast<PyObject*>(kept);
@@ -74,8 +74,8 @@ inline std::shared_ptr<void> keep_alive(pybind11::object object) {
           }};
 }
 
-// A flat uint8 tensor over [data, data + nbytes), for torch.from_dlpack; the owner is dropped with
-// the last tensor over it, on whatever thread that happens.
+// A flat uint8 tensor over [data, data + nbytes), for torch.from_dlpack. The owner is dropped with
+// the last tensor over it, on any thread.
 inline pybind11::capsule uint8_tensor(void* data, int64_t nbytes, Device device,
                                       std::shared_ptr<void> owner) {
   struct Held {
@@ -92,8 +92,8 @@ inline pybind11::capsule uint8_tensor(void* data, int64_t nbytes, Device device,
       {nbytes == 0 ? nullptr : data, device, 1, {1, 8, 1}, &held->shape, &held->stride, 0},
       held.get(),
       [](ManagedTensor* self) { delete static_cast<Held*>(self->context); }};
-  // Whoever takes the tensor renames the capsule and calls the deleter, so a capsule with this name
-  // was never taken.
+  // A consumer renames the capsule and calls the deleter, so a capsule with the original name was
+  // not consumed.
   pybind11::capsule capsule(&held->managed, "dltensor", [](PyObject* self) {
     if (!PyCapsule_IsValid(self, "dltensor")) return;
     auto* managed = static_cast<ManagedTensor*>(PyCapsule_GetPointer(self, "dltensor"));

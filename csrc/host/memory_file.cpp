@@ -16,8 +16,8 @@ namespace fusedrl::channel {
 
 namespace {
 
-// reserve() returns after a stretch, so that handlers of signals run. It reserves small pieces, as
-// the kernel undoes what a signal interrupts.
+// reserve() returns after each stretch, so that signal handlers run. It reserves small pieces,
+// since the kernel undoes an allocation that a signal interrupts.
 constexpr uint64_t stretch = uint64_t{256} << 20;
 constexpr uint64_t piece = uint64_t{64} << 10;
 constexpr int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
@@ -38,10 +38,10 @@ struct flock range(int64_t byte, short type) {
 
 }  // namespace
 
-// The open files of this process, which forked children close: a descriptor that a child kept would
-// keep the locks of a dead parent. Its writable mappings become read-only there: a child that
-// unwinds the parent's stack would write into what the parent has published since. Files are opened
-// and closed under the mutex, and fork waits for it.
+// The open files of this process, which forked children close: a descriptor kept by a child would
+// keep the locks of a dead parent. Writable mappings become read-only in children: a child that
+// unwinds the parent's stack would overwrite what the parent has published since. Files are opened
+// and closed under the mutex, for which fork() waits.
 class OpenFiles {
  public:
   static OpenFiles& instance() {
@@ -71,7 +71,7 @@ class OpenFiles {
 Mapping::Mapping(const MemoryFile& file, uint64_t offset, size_t bytes, bool writable)
     : bytes_(bytes) {
   std::lock_guard guard(OpenFiles::instance().mutex);
-  // A mapping keeps its description open, in forked children too, so it gets one of its own.
+  // A mapping keeps its description open, also in forked children, so it gets a separate one.
   const int fd = file.reopened();
   data_ = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd,
                static_cast<off_t>(offset));
@@ -121,7 +121,7 @@ std::unique_ptr<MemoryFile> MemoryFile::reopen(int64_t pid, int fd) {
   std::unique_ptr<MemoryFile> file;  // destroyed after the guard, as it closes under the same mutex
   std::lock_guard guard(OpenFiles::instance().mutex);
   file.reset(new MemoryFile(opened(path)));
-  // If somebody could shrink the file, its readers would end by SIGBUS.
+  // Readers would end by SIGBUS if the file could be shrunk.
   if ((fcntl(file->fd_, F_GET_SEALS) & seals) != seals)
     throw std::invalid_argument("shared memory that is not sealed");
   return file;

@@ -11,11 +11,11 @@
 
 namespace fusedrl::channel {
 
-// A range of a memory file in this process's memory, unmapped with its last owner. Forked children
-// may read it and no more, as what is in it belongs to their parent.
+// A range of a memory file, mapped until its last owner is gone. In forked children it is
+// read-only, since its content belongs to the parent.
 class Mapping {
  public:
-  // Throws std::system_error, as all of this file does where the kernel refuses.
+  // Throws std::system_error where the kernel refuses, as everything in this file does.
   Mapping(const class MemoryFile& file, uint64_t offset, size_t bytes, bool writable);
   ~Mapping();
   Mapping(const Mapping&) = delete;
@@ -28,20 +28,19 @@ class Mapping {
   size_t bytes_;
 };
 
-// One open file description of a memory file, for locks. Locks end with the last reference to their
-// description, which is this object's descriptor: mappings have a description of their own, and
-// copies of the descriptor are closed in forked children before they run anything else, and by
-// exec.
+// One open file description of a memory file, for locks, which end with the last reference to the
+// description. That is this object's descriptor: mappings have separate descriptions, and copies of
+// the descriptor are closed by exec, and in forked children before they run anything else.
 class MemoryFile {
  public:
-  // Makes an empty file that no other process has.
+  // Makes an empty file that no other process has open.
   static std::unique_ptr<MemoryFile> create();
-  // Reserves more of `bytes`, for a fraction of a second or until a signal, and returns whether all
-  // are reserved; from then on nobody can resize the file. Too little memory is an error here, and
-  // not SIGBUS in a reader later.
+  // Reserves more of `bytes`, for a fraction of a second or until a signal. Returns whether all are
+  // reserved; from then on the size of the file is fixed. Too little memory is an error here,
+  // instead of SIGBUS in a reader later.
   bool reserve(uint64_t bytes);
-  // Opens the file behind a descriptor of another process, or of this one. Throws
-  // std::invalid_argument for a file that create did not make.
+  // Opens the file of a descriptor of this or another process. Throws std::invalid_argument unless
+  // create() made the file.
   static std::unique_ptr<MemoryFile> reopen(int64_t pid, int fd);
   ~MemoryFile() { close(); }
   MemoryFile(const MemoryFile&) = delete;
@@ -51,11 +50,11 @@ class MemoryFile {
   int fd() const;
   bool is_open() const { return fd_ >= 0; }
   uint64_t bytes() const;
-  // Opens a new description of the same file, without our locks; the caller closes the descriptor.
+  // Opens a new description of the same file, without locks; the caller closes the descriptor.
   int reopened() const;
   void close();
 
-  // Neither of these waits: they return false if another open file description holds the lock.
+  // The first two return false, without waiting, if another open file description has the lock.
   bool try_lock_shared(int64_t byte) { return lock(byte, F_RDLCK); }
   bool try_lock_exclusive(int64_t byte) { return lock(byte, F_WRLCK); }
   void unlock(int64_t byte) { lock(byte, F_UNLCK); }

@@ -1,5 +1,4 @@
-// Bindings that need no torch: the weight channel, the level of this CPU, and what the binaries
-// were built for.
+// Bindings that need no torch: the weight channel, this CPU's level, and build information.
 #include <pybind11/pybind11.h>
 
 #include "common/cpu_level.h"

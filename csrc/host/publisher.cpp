@@ -52,7 +52,7 @@ void Publisher::commit(int slot, int64_t version) {
   entry.version.store(version, std::memory_order_relaxed);
   entry.state.store(SlotState::ready, std::memory_order_release);
   at("commit_marked");
-  // Before the version is published, so that no reader finds the current slot locked.
+  // Before publication, so that no reader finds the current slot locked.
   file_->unlock(slot_lock + slot);
   at("commit_unlocked");
   published_ = {version, slot};
@@ -62,7 +62,7 @@ void Publisher::commit(int slot, int64_t version) {
   futex_wake_all(page_->sequence);
   at("commit_woken");
   begun_.reset();
-  tell_publisher(*page_);  // threads of this process that wait to write
+  tell_publisher(*page_);  // wakes threads of this process that wait to write
 }
 
 void Publisher::abort() {
@@ -83,14 +83,14 @@ std::vector<ReaderState> Publisher::readers(bool forget_dead) {
     uint32_t pid = entry.pid;
     if (pid == 0) continue;
     const bool alive = file_->locked_elsewhere(reader_lock + i);
-    // What has closed meanwhile has not died.
+    // A reader that has closed meanwhile did not die.
     if (!alive && !(forget_dead ? entry.pid.compare_exchange_strong(pid, 0) : entry.pid == pid))
       continue;
     std::vector<int64_t> versions;
     for (uint64_t slot = 0; alive && slot < geometry_.slots; ++slot) {
       if (!(entry.leased >> slot & 1)) continue;
       const int64_t version = page_->slot[slot].version;
-      // One that comes too late names its slot for a moment, whose write may have been aborted.
+      // A reader that comes too late has its bit set for a moment; the slot's write may be aborted.
       if (version != no_version) versions.push_back(version);
     }
     states.push_back({pid, alive, std::move(versions), entry.applied});
@@ -110,7 +110,7 @@ void Publisher::wait(uint32_t progress, double seconds) {
 }
 
 void Publisher::finish() {
-  if (!file_->is_open()) return;  // closed, or a forked child, as the channel is its parent's
+  if (!file_->is_open()) return;  // closed, or in a forked child, whose parent has the channel
   page_->closed.store(1, std::memory_order_release);
   page_->sequence.fetch_add(1, std::memory_order_release);
   futex_wake_all(page_->sequence);

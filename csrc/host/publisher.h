@@ -12,20 +12,19 @@
 
 namespace fusedrl::channel {
 
-// A reader's pid, whether it lives, the versions that it leases, and the one that it has applied.
+// A reader's pid, whether it lives, the versions that it leases, and the last one it leased.
 using ReaderState = std::tuple<int64_t, bool, std::vector<int64_t>, int64_t>;
 
-// One slot is written at a time. Assumes one thread at a time in each call. What writes throws
-// std::runtime_error once closed, or in a child of the process that made the channel.
+// One slot is written at a time, and one thread may be in each call. Writing throws
+// std::runtime_error once the channel is closed, or in a forked child.
 class Publisher {
  public:
-  // `file`: of the geometry's bytes, all reserved; slot_bytes is 0 where the slots lie elsewhere,
-  // on a GPU.
+  // `file` has the geometry's bytes, all reserved. slot_bytes is 0 if the slots are on a GPU.
   Publisher(std::unique_ptr<MemoryFile> file, const Geometry& geometry, const std::string& session,
             const std::string& manifest);
   ~Publisher() { close(); }
 
-  // Locks a slot that nobody leases: none if there is no such slot, or if one is written already.
+  // Locks a slot that is not leased; none if there is no such slot, or another is being written.
   std::optional<int> try_begin();
   bool writing() const { return begun_.has_value(); }
   void commit(int slot, int64_t version);
@@ -39,16 +38,16 @@ class Publisher {
   uint64_t slot_count() const { return geometry_.slots; }
   char* slot(int index) const { return slots_->data() + index * geometry_.slot_bytes; }
 
-  // The readers that are open, and those that died and were not forgotten since, unless another
-  // has taken the entry of one.
+  // The open readers, and those that died and were not forgotten since, unless another reader has
+  // reused the entry.
   std::vector<ReaderState> readers(bool forget_dead);
-  // The value that wait() compares with. Read it before you check the condition that you wait for.
+  // The value for wait(). Read it before you check the condition that you wait for.
   uint32_t progress();
-  // Returns after a release, a write's end, or after `seconds`.
+  // Returns after a release, the end of a write, or `seconds`.
   void wait(uint32_t progress, double seconds);
-  // Tells the readers that no version follows.
+  // Announces to the readers that no version follows.
   void finish();
-  // The memory lives on as long as anyone maps it.
+  // The memory is freed when the last process unmaps it.
   void close();
   void require_open() const { file_->fd(); }
 

@@ -1,4 +1,4 @@
-// What pybind11 lacks for objects of Python that are looked at one after the other.
+// Helpers for Python's C API that pybind11 lacks.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,7 +18,7 @@ inline pybind11::object interned(const char* name) {
   return checked(PyUnicode_InternFromString(name));
 }
 
-// What a dictionary has under a key; null for nothing.
+// The value of a key in a dictionary; null if there is none.
 inline pybind11::object entry(pybind11::handle dict, pybind11::handle key) {
   PyObject* value = PyDict_GetItemWithError(dict.ptr(), key.ptr());
   if (value == nullptr && PyErr_Occurred() != nullptr) throw pybind11::error_already_set();

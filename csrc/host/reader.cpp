@@ -26,7 +26,7 @@ Reader::Reader(int64_t pid, int fd, const std::string& session)
   enter();
 }
 
-// Entries of readers that died, who are to be told of, are taken only if no other is left.
+// Entries of dead readers, whose deaths are to be reported, are used only if no other is left.
 void Reader::enter() {
   for (const bool takes_dead : {false, true}) {
     for (uint64_t i = 0; i < geometry().max_readers; ++i) {
@@ -47,12 +47,12 @@ void Reader::enter() {
 }
 
 void Reader::take(Lease& lease) {
-  require_open();  // first, as another thread may have held a forked child's mutex at the fork
+  require_open();  // first: in a forked child, the mutex may stay locked
   std::lock_guard guard(mutex_);
   const Published current = published();
   if (current.slot < 0) return;
   at("lease_loaded");
-  // If the publisher writes the slot by now, it has published a later version.
+  // If the publisher is writing the slot by now, it has published a later version.
   if (!lock(current.slot)) return;
   const Slot& slot = page_->slot[current.slot];
   if (slot.state.load(std::memory_order_acquire) != SlotState::ready ||
@@ -64,7 +64,7 @@ void Reader::take(Lease& lease) {
   entry_->applied.store(current.version, std::memory_order_release);
 }
 
-// Reads `other` under the mutex, as another thread may release it.
+// Reads `other` under the mutex, since another thread may release it.
 void Reader::share(Lease& lease, const Lease& other) {
   require_open();
   std::lock_guard guard(mutex_);
@@ -81,8 +81,8 @@ void Reader::release(Lease& lease) {
   if (slot != Lease::none && is_open()) unlock(slot);
 }
 
-// The entry names a slot before it is locked and until after it is unlocked, so that a publisher
-// that finds it locked can tell by whom.
+// The bit is set before the slot is locked and until after it is unlocked, so that a publisher that
+// finds it locked can name the reader.
 bool Reader::lock(int slot) {
   if (leases_[slot] == 0) {
     entry_->leased.fetch_or(uint64_t{1} << slot, std::memory_order_release);
@@ -120,7 +120,7 @@ const char* Reader::ended() const {
 }
 
 void Reader::close() {
-  if (!is_open()) return;  // closed, or a forked child, as the entry is its parent's
+  if (!is_open()) return;  // closed, or in a forked child, whose parent has the entry
   std::lock_guard guard(mutex_);
   if (!is_open()) return;
   for (uint64_t slot = 0; slot < max_slots; ++slot)
@@ -140,7 +140,7 @@ Lease::~Lease() {
   try {
     release();
   } catch (const std::exception&) {
-    // What may be in use, or what the kernel does not unlock, stays leased until the reader closes.
+    // A slot that may be in use, or that the kernel does not unlock, stays leased until close().
   }
 }
 
@@ -149,7 +149,7 @@ void Lease::release() {
   const auto tell = std::exchange(before_release, nullptr);
   auto given = std::make_unique<Lease>(*this);
   reader_->release(*this);
-  // Nobody gives it back if the call is interrupted: it may have taken it by then.
+  // If the call is interrupted, the lease leaks: the callee may have taken it by then.
   tell(reinterpret_cast<uintptr_t>(given.release()));
 }
 

@@ -17,14 +17,14 @@ namespace fusedrl::channel {
 class Reader {
  public:
   // Throws std::invalid_argument if the file is not the channel of `session`, and
-  // std::runtime_error if it has its largest number of readers already.
+  // std::runtime_error if the channel has its largest number of readers.
   Reader(int64_t pid, int fd, const std::string& session);
   ~Reader() { close(); }
 
   int64_t version() const { return published().version; }
-  // Returns when `version` or a later one is published, the channel ends, or after the time given.
+  // Returns when `version` or a later one is published, when the channel ends, or after `seconds`.
   void wait(int64_t version, double seconds);
-  // How the publisher has ended, in words; null while it has not.
+  // How the publisher has ended, as text; null while it has not.
   const char* ended() const;
   int64_t publisher_pid() const { return header_.publisher_pid; }
 
@@ -61,17 +61,16 @@ class Reader {
   std::array<int, max_slots> leases_{};
 };
 
-// One lease of a version. It owns its slot from the moment in which it is taken, and gives it back
-// once, however many threads release it, and at the latest when it is destroyed. In a forked child
-// it owns nothing.
+// A lease of a version. It owns its slot from the start, and releases it once, by whichever thread
+// is first, at the latest when it is destroyed. In a forked child it owns nothing.
 class Lease {
  public:
-  // Takes the newest version, and notes it as applied. Nothing is held if none is published yet, or
-  // if the publisher has just published another.
+  // Leases the newest version, and records it as applied. Holds nothing if none is published yet,
+  // or if the publisher has just published another.
   explicit Lease(std::shared_ptr<Reader> reader) : reader_(std::move(reader)) {
     reader_->take(*this);
   }
-  // Takes what another lease has. Nothing is held if that one is released.
+  // Shares the slot of another lease. Holds nothing if that one is released.
   Lease(const Lease& other);
   Lease& operator=(const Lease&) = delete;
   ~Lease();
@@ -81,9 +80,8 @@ class Lease {
   int slot() const { return slot_; }
   int64_t version() const { return version_; }
 
-  // Called once, when the lease is released, with the address of another lease that has its slot:
-  // whoever is called gives that back by deleting it, such as when a GPU has finished with the
-  // slot.
+  // Called once, when the lease is released, with the address of another lease of its slot. The
+  // callee deletes that one, for instance when a GPU has finished with the slot.
   std::function<void(uintptr_t)> before_release;
 
  private:

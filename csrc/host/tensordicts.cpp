@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace fusedrl {
 namespace {
 
-// The dictionaries of plain tensordicts, and of the tensorclass that holds log-probs.
+// Reads the dictionaries of plain tensordicts, and of the tensorclass that holds log-probs.
 class Plain {
  public:
   Plain(py::object tensor, py::object tensordict, py::object wrapper)
@@ -18,7 +18,7 @@ class Plain {
         tensordict_(std::move(tensordict)),
         wrapper_(std::move(wrapper)) {}
 
-  // Those of samples that may be written to; None unless all are plain and not locked.
+  // The dictionaries of samples; None unless all samples are plain and unlocked.
   py::object unlocked(const py::list& samples) const {
     Objects values = objects_of(samples);
     for (const py::object& sample : values) {
@@ -28,7 +28,7 @@ class Plain {
     return list_of(values);
   }
 
-  // The tensors under a path of keys; None unless all dictionaries have one, of no subclass.
+  // The tensors under a path of keys; None unless each dictionary has a plain tensor there.
   py::object column(const py::list& dicts, const py::tuple& path) const {
     Objects values = objects_of(dicts);
     for (size_t depth = 0; depth < path.size(); ++depth) {
@@ -61,7 +61,7 @@ class Plain {
     return list;
   }
 
-  // From plain tensordicts, and what wraps one, to their dictionaries; false for something else.
+  // Replaces plain tensordicts, and wrappers of one, by their dictionaries; false for others.
   bool enter(Objects& values) const {
     for (py::object& value : values) {
       if (is_exactly(value, tensordict_)) continue;
@@ -83,7 +83,7 @@ class Plain {
   py::object entries_ = interned("_tensordict"), locked_ = interned("_is_locked");
 };
 
-// What each dictionary has under a key, or None for it; None where nothing has one.
+// The value of a key in each dictionary, None where it is missing; None if all lack it.
 py::object entries(const py::list& dicts, const py::object& key) {
   py::list column(dicts.size());
   bool is_there = false;

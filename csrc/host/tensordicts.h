@@ -1,5 +1,5 @@
-// The dictionaries in which plain tensordicts keep their entries: a call of Python for each of
-// hundreds of samples takes longer than the arithmetic on their elements.
+// Access to the dictionaries of plain tensordicts: one Python call for each of hundreds of samples
+// takes longer than the arithmetic on their elements.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -21,7 +21,7 @@ bool equal(const Dtype& one, const Dtype& other) {
   return one.code == other.code && one.bits == other.bits && one.lanes == other.lanes;
 }
 
-// The dtype of kernels; nothing for another one.
+// The kernels' dtype, if they support this one.
 std::optional<TokenDtype> token_dtype(const Dtype& dtype) {
   constexpr std::pair<Dtype, TokenDtype> kinds[] = {{{2, 32, 1}, TokenDtype::float32},
                                                     {{4, 16, 1}, TokenDtype::bfloat16},
@@ -55,7 +55,7 @@ bool is_contiguous(const Tensor& tensor) {
 
 void* address(const Tensor& tensor) { return static_cast<char*>(tensor.data) + tensor.byte_offset; }
 
-// Calls the kernels of token_kl on the samples of a batch, where each lies.
+// Calls the kernels of token_kl on each sample of a batch, without packing the inputs.
 class TokenKL {
  public:
   TokenKL(py::object tensor, const py::capsule& functions, size_t kernel)
@@ -63,10 +63,10 @@ class TokenKL {
         functions_(functions.get_pointer<dlpack::ExchangeFunctions>()),
         kernel_(reinterpret_cast<TokenKLFunction*>(kernel)) {}
 
-  // The packed k1, to which a NaN is missing, the packed penalised reward or None, and the lengths.
-  // Log-probs are [T] and rewards, unless they are None, [T, 1]; the coefficient has been checked.
-  // None comes back, and nothing is computed, unless the samples fit each other, a kernel can read
-  // them where they lie and, with `is_recorded`, none of them requires a gradient.
+  // The packed k1, where NaN means missing, the packed penalised reward or None, and the lengths.
+  // Log-probs are [T], rewards [T, 1] or None; the coefficient has been checked. Returns None,
+  // without computing, if the samples do not fit each other, a kernel cannot read them in place, or
+  // `is_recorded` is set and one of them requires a gradient.
   py::object forward_samples(const py::list& log_probs, const py::list& ref_log_probs,
                              const py::object& reward, double coeff, bool is_recorded) const {
     const size_t count = log_probs.size();
@@ -109,7 +109,7 @@ class TokenKL {
   }
 
  private:
-  // The KL of a sample, by the first of the estimators, k1.
+  // The call for one sample, with the estimator k1.
   std::optional<TokenKLCall> call_over(const py::object& log_probs, const py::object& ref_log_probs,
                                        const py::object& reward) const {
     const auto policy = read(log_probs), reference = read(ref_log_probs);
@@ -132,8 +132,7 @@ class TokenKL {
     return call;
   }
 
-  // Contiguous memory of the CPU; nothing for a tensor that is more than that: of another class,
-  // negated lazily, without memory.
+  // A contiguous CPU tensor; nothing for other classes, lazy negation or missing memory.
   std::optional<Tensor> read(const py::object& value) const {
     Tensor facts;
     if (!is_exactly(value, tensor_) || is_negated(value) || !describe(value, facts)) {
@@ -155,7 +154,7 @@ class TokenKL {
     return false;
   }
 
-  // What torch has made, and its memory; null where a mode made something else.
+  // A new tensor and its memory; null if a mode has made something else.
   py::object plain(py::object made, void*& memory) const {
     Tensor facts;
     if (!is_exactly(made, tensor_) || !describe(made, facts)) return py::object();
@@ -165,7 +164,7 @@ class TokenKL {
 
   bool requires_grad(const py::object& tensor) const { return is_true(tensor, requires_grad_); }
 
-  // Other threads of Python may run meanwhile, unless it ends sooner than they could start.
+  // Releases the GIL, unless the kernel is faster than other threads could start.
   void run(const TokenKLCall& call) const {
     constexpr int64_t kSoon = 8192;
     std::optional<py::gil_scoped_release> released;

@@ -1,5 +1,5 @@
-// token_kl of columns on the CPU, in one call from Python: to ask each tensor for its memory, to
-// allocate, and to call the kernel from there would take longer than thousands of tokens.
+// token_kl of columns on the CPU, in one call from Python: reading each tensor, allocating and
+// calling the kernel from Python would take longer than thousands of tokens.
 #pragma once
 
 #include <pybind11/pybind11.h>

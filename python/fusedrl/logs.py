@@ -1,4 +1,4 @@
-"""Warnings of what holds for all later calls, each logged once in a process."""
+"""Warnings about lasting conditions, each logged once per process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def warn_once(message: str) -> None:
-    """Log a warning the first time that it is given; a graph that is being traced logs nothing."""
+    """Log a warning the first time it occurs; log nothing while torch.compile traces."""
     if not torch.compiler.is_compiling():
         _warn(message)
 

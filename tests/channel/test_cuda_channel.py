@@ -26,7 +26,7 @@ def driver(monkeypatch):
 
 def test_what_a_gpu_refuses_is_said_with_the_size_that_was_wanted(driver):
     driver.room = 0
-    wanted = r"expected 3 slots of .* on cuda:0, got 'fake driver: out of memory'; take fewer slots"
+    wanted = r"expected 3 slots of .* on cuda:0, got 'fake driver: out of memory'; use fewer slots"
     with pytest.raises(RuntimeError, match=wanted):
         WeightChannel.create(weights(0), device="cuda:0")
 

@@ -113,11 +113,11 @@ def test_every_call_is_made_on_its_device_and_leaves_captures_alone(run):
 @pytest.mark.parametrize(
     ("failing", "remedy"),
     [
-        ("cuMemAlloc", "use memory of the host, device='cpu'"),
-        ("cuIpcGetMemHandle", "use memory of the host, device='cpu'"),
-        ("cuIpcOpenMemHandle", "open a handle of a publisher that lives"),
-        ("cuDevicePrimaryCtxRetain", "use memory of the host, device='cpu'"),
-        ("cuLaunchHostFunc", "use memory of the host, device='cpu'"),
+        ("cuMemAlloc", "use host memory, device='cpu'"),
+        ("cuIpcGetMemHandle", "use host memory, device='cpu'"),
+        ("cuIpcOpenMemHandle", "open the handle while its publisher runs"),
+        ("cuDevicePrimaryCtxRetain", "use host memory, device='cpu'"),
+        ("cuLaunchHostFunc", "use host memory, device='cpu'"),
     ],
 )
 def test_an_error_names_the_call_and_the_remedy(run, failing, remedy):

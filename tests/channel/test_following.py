@@ -116,7 +116,7 @@ def test_state_dicts_are_copies_of_one_version_and_loaded_ones_are_overruled(
         assert lease.weights["0", "weight"].unique().tolist() == [2]
 
 
-REFUSED = "module: expected weights of its own, got those that this process trains and publishes"
+REFUSED = "module: expected weights that this process does not train, got those that it publishes"
 
 
 def replaced(trained: nn.Module) -> nn.Module:

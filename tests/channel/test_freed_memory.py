@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedrl.channel import WeightChannel
 
-FREED = "expected a dense tensor with values of its own, got one whose memory is freed"
+FREED = "expected a dense tensor, got a tensor whose memory is freed"
 
 
 def model() -> nn.Module:

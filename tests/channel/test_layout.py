@@ -160,9 +160,7 @@ def test_copies_of_a_tied_tensor_with_other_values_are_refused(index):
     )
     layout = Layout.of(Tied())
     views = layout.views(flat_of(layout))
-    message = (
-        r"head.weight: expected the values of embed.weight, since the .* ties them, got others"
-    )
+    message = r"head.weight: expected the values of embed.weight, .* ties them, got other values"
     with pytest.raises(ValueError, match=message):
         layout.write(layout.match(weights), views)
     assert not any(view.any() for view in views)
@@ -171,7 +169,7 @@ def test_copies_of_a_tied_tensor_with_other_values_are_refused(index):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({}, "expected tensors, .* got none"),
+        ({}, "expected tensors whose .* got none"),
         ({"a": torch.ones(1), "a.b": torch.ones(1)}, "be nested by their dots, got .'a'"),
         ({"a..b": torch.ones(1)}, r"got .'a..b'"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "expected one entry of this name"),

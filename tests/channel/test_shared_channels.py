@@ -41,7 +41,7 @@ def test_a_timeout_is_one_of_all_ranks(ranks):
         assert after == [3, 3]
         assert "TimeoutError: timeout: expected a free slot within 0.0 s, got none of 2" in error
     assert all(
-        error.startswith("TimeoutError: ranks: expected all of them to take part, got rank 0: ")
+        error.startswith("TimeoutError: ranks: expected every rank to succeed, got on rank 0: ")
         for error, *_ in others
     )
 
@@ -52,7 +52,7 @@ def test_a_rank_alone_learns_which_ranks_did_not_come(ranks):
     late = ", ".join(str(rank) for rank in range(1, len(ranks.workers)))
     for error in (created, published):
         assert error.startswith("TimeoutError: ranks: expected all of [0, 1")
-        assert f"to make this call within 1.0 s, got none by rank {late}; make it" in error
+        assert f"to make this call within 1.0 s, got none from rank {late}; make it" in error
     assert in_time and too and version == 1
     assert others == [first] * len(others)
 
@@ -62,7 +62,7 @@ def test_an_error_of_a_rank_is_one_of_all_and_publishes_nothing(two, rank):
     found = two.run(shared_channels.errors, rank)
     calls = "ValueError: ranks: expected the same call on all ranks, got rank 0: publish "
     assert all(said.pop(0).startswith(calls) for said in found)
-    told = f"RuntimeError: ranks: expected all of them to take part, got rank {rank}: "
+    told = f"RuntimeError: ranks: expected every rank to succeed, got on rank {rank}: "
     wrong = "ValueError: weights: ", "TypeError: version: ", "ValueError: timeout: "
     for text in wrong:
         assert found[rank].pop(0).startswith(text)

@@ -134,7 +134,7 @@ def test_frames_go_on_with_the_weights_of_a_state_once_they_are_published(make, 
         collector.load_state_dict(state)
         assert said(next(iterator)) == [1, 1.0, 1.0]
         if make is Collector:
-            assert "got those of version 5; publish what the next batch" in caplog.text
+            assert "got those of version 5; publish the weights of the next batch" in caplog.text
             collector.update_policy_weights_()
         else:
             collector.update_policy_weights_(state["worker0"]["policy_state_dict"])

@@ -75,7 +75,7 @@ def test_an_update_fails_if_the_connector_refuses(llm, model, weights, stored):
     version = weights.update()
     refusal = stored / DroppingConnector.refuses
     refusal.touch()
-    with pytest.raises(RuntimeError, match="to be dropped, got a refusal"):
+    with pytest.raises(RuntimeError, match="to be reset, got a refusal"):
         weights.update()
     assert llm.get_weight_version() == str(version)
     refusal.unlink()

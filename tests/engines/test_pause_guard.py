@@ -26,8 +26,8 @@ BRINGS = [
 @pytest.fixture
 def trainer(monkeypatch):
     """Its process, beside a guard that does not wait for what it has sent."""
-    monkeypatch.setattr(module, "_LOOK", 0.01)
-    monkeypatch.setattr(module, "_SETTLED", 0)
+    monkeypatch.setattr(module, "_POLL_S", 0.01)
+    monkeypatch.setattr(module, "_GRACE_S", 0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()

@@ -54,7 +54,7 @@ def test_labels_that_no_channel_gives(label):
     ids=str,
 )
 def test_spans_that_are_not_of_the_tokens(spans):
-    with pytest.raises(ValueError, match=r"spans of its 3 tokens, one after the other, got \["):
+    with pytest.raises(ValueError, match=r"consecutive spans of its 3 tokens, got \["):
         token_versions(completion(3, *spans))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fusedrl import WeightChannel, WeightHandle
 from fusedrl.vllm import EngineWeights
-from fusedrl.vllm.update import Update, run_calls, to_its_end
+from fusedrl.vllm.update import Update, run_calls, shielded
 
 
 class Engine:
@@ -29,7 +29,7 @@ class Engine:
         self.failing, self.lost, self.error = failing, lost, error
         self.calls = 0
         self.paused = self.stopped = False
-        self.has = None
+        self.loaded = None
         self.weights = self.named = self.keys = "default"
         self.leased = None
         self.held = False
@@ -61,7 +61,7 @@ class Engine:
     async def label(self):
         return self.named
 
-    async def name(self, label):
+    async def set_label(self, label):
         await self.called(lambda: setattr(self, "named", label))
 
     async def pause(self, mode):
@@ -75,15 +75,15 @@ class Engine:
 
         await self.called(effect)
 
-    async def drop_keys(self):
+    async def reset_kv_cache(self):
         assert self.paused
         await self.called(lambda: setattr(self, "keys", None))
         return True
 
-    async def drop_encoded(self):
+    async def reset_encoder_cache(self):
         pass
 
-    async def tell(self, message):
+    async def send(self, message):
         if lease := message.get("lease"):
             assert lease["stays"] is (self.paused and self.named != "unknown" and self.is_users)
             await self.called(lambda: self.lease(str(lease["version"])))
@@ -216,7 +216,7 @@ def test_cancellations_take_effect_at_the_end():
         raise ValueError("that nobody waits for")
 
     async def main():
-        task = asyncio.create_task(to_its_end(work()))
+        task = asyncio.create_task(shielded(work()))
         for _ in range(3):
             await asyncio.sleep(0)
             task.cancel()

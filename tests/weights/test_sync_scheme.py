@@ -95,7 +95,7 @@ def test_a_killed_worker_is_logged_once_and_holds_nobody_up(caplog, forked):
         killed.kill()
         killed.join(10)
         collector.update_policy_weights_(weights_of(2.0))
-        assert f"got dead: pid {killed.pid}; the others get version 2" in caplog.text
+        assert f"got dead: pid {killed.pid}; live ones get version 2" in caplog.text
         caplog.clear()
         for version in range(3, 9):  # all slots
             collector.update_policy_weights_(weights_of(float(version)))

@@ -140,7 +140,7 @@ def test_processes_act_by_shared_weights_and_a_dead_one_is_logged(caplog):
         killed.kill()
         killed.join(10)
         collector.update_policy_weights_()
-        assert f"got dead: pid {killed.pid}; the others get version 4" in caplog.text
+        assert f"got dead: pid {killed.pid}; live ones get version 4" in caplog.text
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""Which modules are peft's, and merging them; a model that has some has imported peft."""
+"""Detects and merges peft adapters, without an import: a peft model has imported peft."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from fusedrl.compat.torch import buffers_of, children_of, parameters_of
 
 
 def imported(module: str, name: str) -> tuple[type, ...]:
-    """The class ``name`` of ``module`` for isinstance, or ``()`` if it was never imported."""
+    """``(module.name,)`` for ``isinstance``, or ``()`` if the module is not imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return () if kind is None else (kind,)
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether a model is a module of which any part is adapted by peft."""
-    return isinstance(model, nn.Module) and any(_adapts(type(part)) for part in model.modules())
+    """Whether a model is a module with peft adapters in any of its submodules."""
+    return isinstance(model, nn.Module) and any(_is_peft(type(part)) for part in model.modules())
 
 
 @cache
-def _adapts(kind: type[nn.Module]) -> bool:
-    """Whether a module is one of peft's, around the module that it adapts."""
-    homes = (
+def _is_peft(kind: type[nn.Module]) -> bool:
+    """Whether modules of this class are peft's wrappers around another module."""
+    classes = (
         ("peft.peft_model", "PeftModel"),
         ("peft.tuners.tuners_utils", "BaseTuner"),
         ("peft.tuners.tuners_utils", "BaseTunerLayer"),
         ("peft.utils.other", "AuxiliaryTrainingWrapper"),
     )
-    return any(issubclass(kind, imported(home, name)) for home, name in homes)
+    return any(issubclass(kind, imported(*path)) for path in classes)
 
 
 def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
-    """The base module that ``module`` stands for, and the layer to merge into it, if any."""
+    """The base module inside peft's wrappers, and the outermost layer to merge, if any."""
     layer = None
-    while _adapts(type(module)):
+    while _is_peft(type(module)):
         if isinstance(module, imported("peft.peft_model", "PeftModel")):
             if any(config.is_prompt_learning for config in module.peft_config.values()):
                 raise TypeError(
@@ -63,7 +63,7 @@ def merged_part(name: str, module: Any) -> tuple[nn.Module, nn.Module | None]:
 
 @torch.no_grad()
 def merge(layer: Any) -> nn.Module:
-    """The base of ``layer``, after its active adapters were merged into its weights."""
+    """The base module of ``layer``, with its active adapters merged into the weights."""
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None
@@ -73,13 +73,13 @@ def merge(layer: Any) -> nn.Module:
 
 
 def replica(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    """A copy of a module, with ``copies`` of its tensors by their ids; no hooks are called."""
+    """A copy of a module that uses ``copies`` of its tensors, by id; calls no hooks."""
     if id(module) not in copies:
         made = copies[id(module)] = object.__new__(type(module))
         fields = vars(module).items()
         vars(made).update((k, v.copy() if isinstance(v, (dict, list)) else v) for k, v in fields)
-        for home in (parameters_of(made), buffers_of(made)):
-            home.update({key: copies.get(id(tensor)) for key, tensor in home.items()})
+        for tensors in (parameters_of(made), buffers_of(made)):
+            tensors.update({key: copies.get(id(tensor)) for key, tensor in tensors.items()})
         children = children_of(made)
         for key, child in children.items():
             children[key] = None if child is None else replica(child, copies)

@@ -1,4 +1,4 @@
-"""Slots in a GPU's memory: allocated by the publisher, mapped by readers of the same machine."""
+"""Slots in GPU memory: allocated by the publisher, mapped by readers on the same machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fusedrl import _host
 
-# CUDA exports memory in whole blocks of this size, so each slot has blocks of its own.
+# CUDA exports whole blocks of this size, so no two slots share a block.
 _BLOCK = 2 << 20
-_RELAXED = 2  # the mode in which a call leaves other threads' captures of graphs alone
+_RELAXED = 2  # capture mode: calls do not invalidate graph captures of other threads
 _LAZY_PEER_ACCESS = 1
-_REMEDY = "open a handle of a publisher that lives, in the same ipc namespace (containers), or "
+_REMEDY = "open the handle while its publisher runs, in the same IPC namespace (containers), or "
 
 logger = logging.getLogger("fusedrl")
 
@@ -40,21 +40,21 @@ def _call(name: str, *arguments: Any) -> None:
         _library().cuGetErrorString(code, byref(text))
         why = f"{name} failed with error {code} ({(text.value or b'').decode()})"
         remedy = _REMEDY if name == "cuIpcOpenMemHandle_v2" else ""
-        raise RuntimeError(f"CUDA driver: {why}; {remedy}use memory of the host, device='cpu'")
+        raise RuntimeError(f"CUDA driver: {why}; {remedy}use host memory, device='cpu'")
 
 
 @cache
 def _context(device: int) -> c_void_p:
-    context = c_void_p()  # torch's, too; retained once, as the driver destroys it with the process
+    context = c_void_p()  # shared with torch; retained once, until the process ends
     _call("cuDevicePrimaryCtxRetain", byref(context), device)
     return context
 
 
 class _Driver:
-    """What slots need of a device: CUDA's driver, loaded at the first call, and torch."""
+    """The calls of the CUDA driver, loaded at the first call, and of torch that slots need."""
 
     def call(self, device: int, name: str, *arguments: Any) -> None:
-        """Call a function of the driver, on a thread that need not have used the device."""
+        """Call a driver function, also on a thread that has not used the device yet."""
         mode = c_int(_RELAXED)
         with torch.cuda.device(device):
             _call("cuCtxSetCurrent", _context(device))
@@ -62,7 +62,7 @@ class _Driver:
                 _call("cuThreadExchangeStreamCaptureMode", byref(mode))
                 _call(name, *arguments)
             finally:
-                if mode.value != _RELAXED:  # unless an interrupt came before
+                if mode.value != _RELAXED:  # an interrupt may come before the exchange
                     _call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def uuids(self) -> list[str]:
@@ -76,7 +76,7 @@ class _Driver:
         return torch.cuda.current_stream(device).cuda_stream
 
     def waiting(self, device: int) -> Callable[[], None]:
-        """What waits for the current stream, in C alone: no handler of a signal runs meanwhile."""
+        """A wait for the current stream, in C alone: no signal handler runs meanwhile."""
         return partial(torch.Stream.synchronize, torch.cuda.current_stream(device))
 
     def synchronize(self, device: int) -> None:
@@ -91,42 +91,42 @@ _DRIVER = _Driver()
 
 
 class _Slot:
-    """Device memory, which is given back with the last tensor over it."""
+    """Device memory, freed with the last tensor over it."""
 
-    def __init__(self, device: int, give_back: str, take: str, *arguments: Any) -> None:
+    def __init__(self, device: int, free: str, allocate: str, *arguments: Any) -> None:
         self.address = c_size_t()
         held = _DRIVER, device, self.address
-        self.end = weakref.finalize(self, _end, give_back, os.getpid(), *held)
-        self.end.atexit = False  # tensors may be in use then, and the driver frees all memory
-        _DRIVER.call(device, take, byref(self.address), *arguments)
+        self.finalizer = weakref.finalize(self, _free, free, os.getpid(), *held)
+        self.finalizer.atexit = False  # tensors may still be in use; the driver frees all memory
+        _DRIVER.call(device, allocate, byref(self.address), *arguments)
 
 
-def _end(give_back: str, pid: int, driver: _Driver, device: int, address: c_size_t) -> None:
-    # A forked child has no CUDA, and a capture no way to wait: the memory stays.
+def _free(function: str, pid: int, driver: _Driver, device: int, address: c_size_t) -> None:
+    # A forked child has no CUDA, and a capture cannot wait: then the memory is not freed.
     if address and pid == os.getpid() and not driver.capturing(device):
         driver.synchronize(device)
-        driver.call(device, give_back, address)
+        driver.call(device, function, address)
 
 
-# The slots that this process has allocated: CUDA does not let it open their handles.
-_own: weakref.WeakValueDictionary[bytes, _Slot] = weakref.WeakValueDictionary()
+# The slots that this process has allocated: CUDA does not let it open its handles to them.
+_allocated: weakref.WeakValueDictionary[bytes, _Slot] = weakref.WeakValueDictionary()
 
 
 class CudaMemory:
-    """The slots in a GPU's memory, as one process sees them.
+    """The GPU slots of a channel, as one process sees them.
 
-    A version is published when its copies are done, so that readers wait for nothing. A lease ends
-    when the stream that is current at its release has come that far.
+    A version is published when its copies are complete, so readers do not synchronise. A lease ends
+    when the stream that is current at its release has finished the work queued on it.
     """
 
     def __init__(self, device: int, slots: list[_Slot], manifest: dict[str, Any]) -> None:
         self._driver, self._device, self._slots, self.manifest = _DRIVER, device, slots, manifest
-        # As torch names it, with the index, so that it compares equal to the device of parameters.
+        # With its index, so that it compares equal to the device of a parameter.
         self.device = self.slot(0).device
 
     @classmethod
     def create(cls, device: torch.device, slots: int, nbytes: int) -> CudaMemory:
-        """Allocate slots that other processes can open, apart from torch's caching allocator."""
+        """Allocate slots that other processes can open, outside torch's caching allocator."""
         index = torch.cuda.current_device() if device.index is None else device.index
         size = c_size_t(max(-(-nbytes // _BLOCK), 1) * _BLOCK)
         made: dict[bytes, _Slot] = {}
@@ -134,14 +134,14 @@ class CudaMemory:
             slot, handle = _Slot(index, "cuMemFree_v2", "cuMemAlloc_v2", size), _Handle()
             _DRIVER.call(index, "cuIpcGetMemHandle", byref(handle), slot.address)
             made[bytes(handle)] = slot
-        _own.update(made)
+        _allocated.update(made)
         manifest = {"kind": "cuda", "uuid": _DRIVER.uuids()[index], "pid": os.getpid()}
         manifest |= {"nbytes": nbytes, "slots": [handle.hex() for handle in made]}
         return cls(index, list(made.values()), manifest)
 
     @classmethod
     def open(cls, manifest: dict[str, Any]) -> CudaMemory:
-        """Open the slots that a manifest describes; this process's own as they are."""
+        """Open the slots of a manifest; in the publisher's process, use them directly."""
         uuid, uuids = manifest["uuid"], _DRIVER.uuids()
         if uuid not in uuids:
             raise RuntimeError(
@@ -150,7 +150,7 @@ class CudaMemory:
             )
         index, handles = uuids.index(uuid), map(bytes.fromhex, manifest["slots"])
         if manifest["pid"] == os.getpid():
-            return cls(index, [_own[handle] for handle in handles], manifest)
+            return cls(index, [_allocated[handle] for handle in handles], manifest)
         opened = partial(_Slot, index, "cuIpcCloseMemHandle", "cuIpcOpenMemHandle_v2")
         exported = map(_Handle.from_buffer_copy, handles)
         return cls(index, [opened(each, _LAZY_PEER_ACCESS) for each in exported], manifest)
@@ -161,31 +161,31 @@ class CudaMemory:
         return self._driver.tensor(self._device, slot.address.value, nbytes, slot)
 
     def refuse_capture(self) -> None:
-        """Raise ``RuntimeError`` if the current stream captures a graph."""
+        """Raise ``RuntimeError`` while the current stream captures a CUDA graph."""
         if self._driver.capturing(self._device):
             raise RuntimeError(
-                "stream: expected one that is not capturing, got a CUDA graph's capture, which "
-                "keeps addresses of slots but no leases; load with mode='copy' before the capture"
+                "stream: expected one that is not capturing, got a CUDA graph capture, which "
+                "records addresses of slots but holds no lease; load with mode='copy' before it"
             )
 
     def copying(self) -> Callable[[], None]:
-        """What waits for copies into slots, which are queued on the current stream."""
+        """A wait for the copies into slots that are queued on the current stream."""
         self.refuse_capture()
         return self._driver.waiting(self._device)
 
     def give_back(self, lease: int) -> None:
-        """End a lease, by its address, once the current stream has done its work so far."""
+        """Release a lease, given by its address, after the work queued on the current stream."""
         self.refuse_capture()
         stream = self._driver.current_stream(self._device)
         arguments = map(c_void_p, (stream, _host.give_back, lease))
         self._driver.call(self._device, "cuLaunchHostFunc", *arguments)
 
     def synchronize(self) -> None:
-        """Wait for the device, and so for the end of leases that are released."""
+        """Wait for the device, and so for releases that are queued on its streams."""
         self._driver.synchronize(self._device)
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Give up the slots, each with the last tensor over it."""
+        """Drop the slots; each is freed with the last tensor over it."""
         if in_use_by:  # to free them would be undefined behaviour
             logger.warning(
                 "slots of %d bytes on %s stay allocated until this process ends: the processes %s "
@@ -193,5 +193,5 @@ class CudaMemory:
                 *(self.manifest["nbytes"], self.device, ", ".join(map(str, in_use_by))),
             )
             for slot in self._slots:
-                slot.end.detach()
+                slot.finalizer.detach()
         self._slots = []

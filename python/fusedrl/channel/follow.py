@@ -1,4 +1,4 @@
-"""Lets modules compute with the versions of a channel: what is loaded, and the calls of one."""
+"""Keeps modules at the versions of a channel: one version per load, and one per call."""
 
 from __future__ import annotations
 
@@ -23,213 +23,215 @@ from fusedrl.channel.tensors import Weight, described, weights_in
 from fusedrl.compat.torch import children_of, copy_all, parameters_of
 
 logger = logging.getLogger("fusedrl")
-# The channels of this process, by session, each with the template that it publishes.
+# The channels that this process publishes, by session.
 PUBLISHED: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 FOLLOWERS: weakref.WeakSet[ModuleFollower] = weakref.WeakSet()
-# A child has memory of its own, and locks that nobody may unlock there.
+# A forked child has its own copy of the modules, and may inherit locks that stay locked.
 os.register_at_fork(after_in_child=lambda: (PUBLISHED.clear(), FOLLOWERS.clear()))
-# The storages that `alias` gave to modules, which nothing may write to.
-_LENT: set[weakref.ref[torch.UntypedStorage]] = set()
+# The storages of slots that modules alias; nothing may write to them.
+_ALIASED: set[weakref.ref[torch.UntypedStorage]] = set()
 
 
 class Target:
-    """A module that the weights of a layout are loaded into, version after version.
+    """A module that versions of a layout are loaded into.
 
-    It may be within DistributedDataParallel or ``torch.compile``, and what it has may be replaced.
-    A ``TypeError`` or ``ValueError`` about it comes before anything changes.
+    It may be wrapped by DistributedDataParallel or ``torch.compile``, and its tensors may be
+    replaced. A ``TypeError`` or ``ValueError`` about it is raised before anything changes.
     """
 
     def __init__(self, module: nn.Module, reader: Any, mode: str) -> None:
         if mode not in ("alias", "copy"):
             raise ValueError(
-                f"mode: expected 'alias' or 'copy', got {mode!r}; alias takes no memory, copy "
-                "keeps the addresses of the parameters"
+                f"mode: expected 'alias' or 'copy', got {mode!r}; 'alias' uses no extra memory, "
+                "'copy' keeps the addresses of the parameters"
             )
         self.layout: Layout = reader.layout
         self.mode, self.module = mode, weakref.ref(module)
         self._session, self._device = reader.session, reader.device
         self.freezes = mode == "alias"
-        self._held: Any = None  # the lease of what parameters lie in
-        self.left: dict[int, Any] | None = None  # where load() has left the tensors, if it has
-        # Then: all parameters of the module, their addresses, and the storages of its own.
-        self._known: tuple[list[Tensor], list[int], list[Any]] = [], [], []
+        self._held: Any = None  # the lease of the memory that parameters alias
+        self.loaded: dict[int, Any] | None = None  # after load(): the place of each tensor
+        # After load(): all parameters of the module, their addresses, and their storages.
+        self._after_load: tuple[list[Tensor], list[int], list[Any]] = [], [], []
         self._plan(weights_in(module))
 
     def is_as_loaded(self) -> bool:
-        """Whether no parameter was replaced, or got other memory, since the last load."""
-        found, places, storages = self._known
-        own = self._own_parameters()
+        """Whether no parameter was replaced or moved to other memory since the last load."""
+        found, places, storages = self._after_load
+        now = self._module_parameters()
         return (
-            self.left is not None
-            and len(found) == len(own)
-            and all(map(is_, found, own))
-            and places == [*map(Tensor.data_ptr, own)]
+            self.loaded is not None
+            and len(found) == len(now)
+            and all(map(is_, found, now))
+            and places == [*map(Tensor.data_ptr, now)]
             and all(storage() is not None for storage in storages)
         )
 
-    def _own_parameters(self) -> list[Tensor]:
-        # In half the time of weights_in(), as each call asks.
+    def _module_parameters(self) -> list[Tensor]:
+        # Each call runs this; weights_in() would take twice as long.
         parts: list[Any] = [self.module()]
-        for part in parts:  # which grow
+        for part in parts:  # grows during the loop
             parts += [child for child in children_of(part).values() if child is not None]
         homes = map(parameters_of, parts)
         return [p for home in homes for p in home.values() if p is not None]
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor], lease: Any = None) -> None:
-        """Give the module the values of ``views``, which has one for each stored entry.
+        """Load ``views``, one for each stored entry, into the module.
 
-        By alias, they become the memory of its parameters, which then require no gradients, and a
-        ``lease`` is shared as long. Buffers are copied, because a forward pass may write to them.
+        In alias mode parameters use their memory and require no gradients, and the module shares
+        the ``lease``. Buffers are copied, because a forward pass may write to them.
         """
-        found, left = weights_in(self.module()), self.left
-        stays = tensors.facts(found) == self._facts and self._stay(self._copied.values())
-        if not stays:
+        found, loaded_at = weights_in(self.module()), self.loaded
+        is_same = tensors.fingerprint(found) == self._fingerprint
+        is_unchanged = is_same and self._are_unmoved(self._copied.values())
+        if not is_unchanged:
             self._plan(found)
         differences = [
             f"{name}: expected the values of {first}, since the module has one tensor for both, "
-            "got others"
+            "got other values"
             for name, i, first, j, dtype in self._ties
             if not tensors.same_values(views[i], views[j], dtype)
         ]
-        remedy = "publish weights that are tied, or load into a model that is not"
+        remedy = "publish tied weights, or load into a model without ties"
         refuse_differences("module", differences, remedy)
         if self.freezes:
             self.freeze()
-        if self.mode == "copy" and not stays:
-            self.own(torch.empty_like)
-        self.left = None
-        copy_all([*self._copied.values()], self._of(views, self._copied))
+        if self.mode == "copy" and not is_unchanged:
+            self.copy_aliased(torch.empty_like)
+        self.loaded = None
+        copy_all([*self._copied.values()], self._select(views, self._copied))
         if self.mode == "alias":
-            # One storage for all. It is forgotten in C, where no interrupt is lost.
-            _LENT.add(weakref.ref(views[0].untyped_storage(), _LENT.discard))
-            self._held = self._held, lease and Lease(of=lease)  # an interrupt leaves both
-            # In C, too: an interrupt comes before the first or behind the last.
-            memory = self._of(views, self.parameters)
+            # All views share one storage. It is forgotten in C, where no interrupt is lost.
+            _ALIASED.add(weakref.ref(views[0].untyped_storage(), _ALIASED.discard))
+            self._held = self._held, lease and Lease(of=lease)  # both, in case of an interrupt
+            # In C, too, so that an interrupt comes before the first or after the last.
+            memory = self._select(views, self.parameters)
             list(map(setattr, self.parameters.values(), repeat("data"), memory))
             self._held = self._held[1]
-        if not stays or self.mode == "alias":
-            own, loaded = self._own_parameters(), self.parameters | self._copied
-            left = {id(tensor): self._place(tensor) for tensor in loaded.values()}
-            # Memory of its own may be freed, and that of another tensor then.
-            storages = [weakref.ref(p.untyped_storage()) for p in own if self.mode == "copy"]
-            self._known = own, [*map(Tensor.data_ptr, own)], storages
-        self.left = left
+        if not is_unchanged or self.mode == "alias":
+            parameters = self._module_parameters()
+            loaded = {**self.parameters, **self._copied}.values()
+            loaded_at = {id(tensor): self._place(tensor) for tensor in loaded}
+            # Freed memory may become that of another tensor, at the same address.
+            storages = [weakref.ref(p.untyped_storage()) for p in parameters if self.mode == "copy"]
+            self._after_load = parameters, [*map(Tensor.data_ptr, parameters)], storages
+        self.loaded = loaded_at
 
     def freeze(self) -> None:
-        """Let no parameter require gradients."""
+        """Stop all parameters from requiring gradients."""
         for parameter in self.parameters.values():
             parameter.requires_grad_(False)
 
-    def own(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
-        """Copy parameters that lie in a channel's memory, which has to be held, into their own."""
-        self.left = None
+    def copy_aliased(self, copied: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        """Copy parameters that alias a channel, whose version has to be held, to other memory."""
+        self.loaded = None
         storages = map(Tensor.untyped_storage, self.parameters.values())
-        if _LENT and not _LENT.isdisjoint(map(weakref.ref, storages)):
-            with torch.inference_mode(False):  # tensors made in that mode could not be trained
+        if _ALIASED and not _ALIASED.isdisjoint(map(weakref.ref, storages)):
+            with torch.inference_mode(False):  # inference tensors could not be trained
                 for parameter in self.parameters.values():
-                    if weakref.ref(parameter.untyped_storage()) in _LENT:
+                    if weakref.ref(parameter.untyped_storage()) in _ALIASED:
                         parameter.data = copied(parameter.data)
         self._held = None
 
-    def _of(self, views: Sequence[Any], names: Iterable[str]) -> list[Any]:
+    def _select(self, views: Sequence[Any], names: Iterable[str]) -> list[Any]:
         return [views[self.layout.view_of[name]] for name in names]
 
-    def _stay(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether tensors are where load() has left them."""
-        left = self.left
-        return left is not None and all(left.get(id(t)) == self._place(t) for t in tensors)
+    def _are_unmoved(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors are where the last load left them."""
+        places = self.loaded
+        return places is not None and all(places.get(id(t)) == self._place(t) for t in tensors)
 
     def _place(self, tensor: Tensor) -> tuple[int, Any]:
-        # Memory of its own may be freed, and that of another tensor then.
+        # Freed memory may become that of another tensor, at the same address.
         return tensor.data_ptr(), self.mode == "copy" and weakref.ref(tensor.untyped_storage())
 
     def _plan(self, found: Sequence[Weight]) -> None:
-        """Find the tensor for each entry; if the module is refused, the former plan stays."""
+        """Assign a tensor to each entry; if the module is refused, the previous plan stays."""
         self._refuse_others(found)
         layout, weights = self.layout, {weight.name: weight for weight in found}
         if layout.merged and has_adapters(self.module()):
             raise ValueError(
-                "module: expected a model without adapters for weights that they are merged into, "
-                "got one with; load into the base model, or publish without merge_adapters"
+                "module: expected a model without adapters, since the weights have them merged in, "
+                "got one with adapters; load into the base model, or publish without merge_adapters"
             )
         missing = [entry for entry in layout.entries if entry.name not in weights]
         _, differences = layout.compared(weights, "module", missing)
-        remedy = "load into a model of the published one's architecture"
+        remedy = "load into a model of the published architecture"
         refuse_differences("module", differences, remedy)
         loaded = [weights[name] for name in layout.view_of]
         ties, first_of = [], {}
         for weight, index in zip(loaded, layout.view_of.values(), strict=True):
             if tensors.is_dtensor(weight.tensor):
                 raise TypeError(
-                    f"module: {weight.name}: expected a tensor of this process, got a DTensor; "
+                    f"module: {weight.name}: expected a plain tensor, got a DTensor; "
                     "load into a module that is not sharded"
                 )
-            # One tensor for two entries can only be loaded if the values of both are equal.
+            # Two entries with one tensor can only be loaded if their values are equal.
             first = first_of.setdefault(weight.identity(), weight.name)
             if (other := layout.view_of[first]) != index:
                 ties.append((weight.name, index, first, other, weight.tensor.dtype))
         parameters = {w.name: w.tensor for w in loaded if w.kind == "parameter"}
         if self.mode == "alias":
-            memory = self._of(layout.stored, parameters)
+            memory = self._select(layout.stored, parameters)
             differences = [
                 f"{n}: expected {described(m)} on {self._device}, got {described(p)} on {p.device}"
                 for (n, p), m in zip(parameters.items(), memory, strict=True)
                 if p.dtype != m.dtype or p.device != self._device
             ]
-            remedy = "make it of the channel's dtype and device, or load with mode='copy'"
+            remedy = "convert it to the channel's dtype and device, or load with mode='copy'"
             refuse_differences("module", differences, remedy)
         self.parameters = parameters
         copied = [w for w in loaded if self.mode == "copy" or w.kind != "parameter"]
         self._copied = {w.name: w.tensor for w in copied}
-        self._ties, self._facts = ties, tensors.facts(found)
+        self._ties, self._fingerprint = ties, tensors.fingerprint(found)
 
     def _refuse_others(self, found: Sequence[Weight]) -> None:
-        """Refuse parameters that something else of this process writes to."""
+        """Refuse parameters that follow another channel, or that this process trains."""
         parameters = [weight for weight in found if weight.kind == "parameter"]
         others = (f.target for f in [*FOLLOWERS] if f.target is not self)
         followed = {id(p) for other in others for p in other.parameters.values()}
-        # Another follower would change them during the calls of this one.
+        # The other follower would change them during this one's calls.
         if any(id(weight.tensor) in followed for weight in parameters):
             raise ValueError(
                 "module: expected parameters that nothing else loads, got some that follow a "
                 "channel already; close their follower, or follow one channel that has all of them"
             )
-        # A step of a trainer that is not published yet would be lost at the next load, or computed
-        # with under the number of an older version. By alias, it would end the process.
+        # A training step that is not published yet would be overwritten by the next load, or used
+        # under an older version's number. In alias mode it would crash the process.
         channel = PUBLISHED.get(self._session)
         published = tensors.weights_of(channel.template if channel else {}).values()
         trained = {weight.identity() for weight in published}
         for weight in parameters if trained else ():
             if weight.identity() in trained:
                 raise ValueError(
-                    "module: expected weights of its own, got those that this process trains and "
+                    "module: expected weights that this process does not train, got those that it "
                     f"publishes, such as {weight.name}; load into copy.deepcopy(module), or "
                     "collect without a channel and call increment_version() after each step"
                 )
 
 
 class Follower:
-    """What computes with one version in each call, the newest when the call begins.
+    """Computes each call with one version, the newest when the call begins.
 
-    Calls within a call, and overlapping ones of several threads, share the version of the first.
-    Before the first version is published, weights stay as they are, and the version is ``None``.
-    ``version`` is that of the call that goes on, or of the last one.
+    Nested calls, and overlapping calls of several threads, share the version of the first. Before
+    the first version is published, the weights stay as they are and the version is ``None``.
+    ``version`` is that of the running call, or of the last one.
     """
 
     def __init__(self, reader: Any, module: nn.Module) -> None:
         self.reader, self.module = reader, module
         self.version: int | None = None
-        # What the calls that run share, and its value holds their version. It is gone with them.
+        # A weak reference to what the running calls share, with the lease as its value.
         self._running: Callable[[], Held | None] = lambda: None
-        self._loaded: Held | None = None  # a call of load()
-        # Re-entrant: a follower may be closed by what the garbage collector finds.
+        self._loaded: Held | None = None  # the call that load() keeps open
+        # Re-entrant: the garbage collector may close a follower within a call.
         self._lock = threading.RLock()
 
     def call(self) -> Held:
-        """A call that begins: a ``with`` block, which is given the version.
+        """Begin a call: a ``with`` block whose value is the version.
 
-        It is held from here until the block ends, or what this returns is dropped.
+        The version is held from here until the block ends or the returned object is dropped.
         """
         self.reader.require_open()
         with self._lock:
@@ -242,27 +244,27 @@ class Follower:
                     self._running = weakref.ref(running)
                 if running.value is None or not self.reader.on_gpu:
                     return Held(self.version, running)
-                # Each call's own lease waits, when it is given back, for the work on its stream.
+                # A lease per call, since its release waits for the work on that call's stream.
                 return Held(self.version, running, Lease(of=running.value))
             finally:
-                running = None  # which the traceback of an interrupt would keep
+                running = None  # an interrupt's traceback would keep it
 
     def load(self, timeout: float | None = None) -> int | None:
-        """Load the newest version, and hold it until the next call begins.
+        """Load the newest version, hold it until the next call begins, and return its number.
 
-        It waits for the first version, and fails, as :meth:`WeightReader.lease` does. If a call
-        runs, its version stays, which is ``None`` if it began before the first.
+        It waits for the first version, and fails as :meth:`WeightReader.lease` does. If a call is
+        running, its version stays, which is ``None`` if it began before the first.
         """
         self.reader.wait_for(0, timeout)
         self._loaded = call = self.call()
         return call.value
 
     close: Callable[..., None]
-    _switch: Callable[[], Any]  # loads the newest version, and returns what holds it, if anything
+    _switch: Callable[[], Any]  # loads the newest version; returns what holds it, or None
 
 
 class ModuleFollower(Follower):
-    """Gives a module what is leased. :meth:`WeightReader.follow` makes one."""
+    """Keeps a module at a reader's newest version; :meth:`WeightReader.follow` makes one."""
 
     def __init__(self, reader: Any, module: nn.Module, mode: str, between_calls: bool) -> None:
         super().__init__(reader, module)
@@ -270,77 +272,77 @@ class ModuleFollower(Follower):
         self.target = Target(module, reader, mode)
         self._warned, self.target.freezes = False, True
         self.target.freeze()
-        self._hooks = [module.register_state_dict_post_hook(_Hook(self._give_copies))]
-        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._watch()
+        self._hooks = [module.register_state_dict_post_hook(_Hook(self._copy_state))]
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._install_load_hooks()
         FOLLOWERS.add(self)
 
-    def _watch(self) -> None:
-        """Hear of state dicts that are loaded into the module or a part of it."""
-        take = _Hook(self._take_loads)
-        for part in {*self.module.modules()} - {*self._watched}:
-            self._hooks.append(part.register_load_state_dict_pre_hook(take))
-            self._watched.add(part)
+    def _install_load_hooks(self) -> None:
+        """Hook the module and its parts, for state dicts that are loaded into them."""
+        hook = _Hook(self._before_load_state_dict)
+        for part in {*self.module.modules()} - {*self._hooked}:
+            self._hooks.append(part.register_load_state_dict_pre_hook(hook))
+            self._hooked.add(part)
 
     def _switch(self) -> Any:
         if self not in FOLLOWERS:
             raise RuntimeError(
-                "follower: expected an open one, got one that is closed; let reader.follow(module) "
-                "make another"
+                "follower: expected an open one, got one that is closed; call "
+                "reader.follow(module) again"
             )
-        # An interrupt at any point leaves what the next call begins with: another load of all.
+        # After an interrupt at any point, the next call loads everything again.
         lease = self.reader.lease()
         try:
-            # If a parameter was replaced, it is not the version any more.
+            # With a replaced parameter, the module no longer has that version.
             if lease.version != self.version or not self.target.is_as_loaded():
-                self._watch()  # parts that were replaced
+                self._install_load_hooks()  # parts may have been replaced
                 self.target.load(lease.views, lease if self.between_calls else None)
                 self.version = lease.version
             return lease
         except BaseException:
-            lease.release()  # which the traceback of the error would keep
+            lease.release()  # the error's traceback would keep it
             raise
 
-    def _give_copies(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        if self not in FOLLOWERS:  # an interrupt of __init__() or close() leaves its hooks
+    def _copy_state(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if self not in FOLLOWERS:  # an interrupted __init__() or close() leaves its hooks
             return
-        # A view would change later, and to pickle it would move its storage out of the channel.
+        # A view would change with the next version, and pickling it would move its storage.
         with self.call():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 if prefix + name in state:
                     state[prefix + name] = parameter.detach().clone()
 
-    def _take_loads(self, *_: Any) -> None:
+    def _before_load_state_dict(self, *_: Any) -> None:
         if self not in FOLLOWERS:
             return
         if not self._warned:
             self._warned = True
             logger.warning(
                 "load_state_dict: expected weights through the channel, got a state dict; the next "
-                "call computes with the newest published version: publish what it shall have"
+                "call loads the newest published version again: publish these weights to keep them"
             )
-        self._leave()
+        self._detach()
 
-    def _leave(self) -> None:
-        """Give the module memory of its own to write to; the next call loads all again."""
+    def _detach(self) -> None:
+        """Copy aliased parameters to other memory; the next call loads everything again."""
         self.reader.require_open()
         with self._lock:
-            if self.target.left is not None:
+            if self.target.loaded is not None:
                 is_held = self.between_calls or self.mode == "copy"
                 try:
                     call = nullcontext() if is_held else self.call()  # else it may be overwritten
                 except (TypeError, ValueError):  # the module has changed, and no version fits it
                     call = nullcontext()
                 with call:
-                    self.target.own()
+                    self.target.copy_aliased()
 
     def close(self, detach: bool = True) -> None:
-        """Follow no more; if it detaches, leave the module a version in memory of its own."""
+        """Stop following; with ``detach``, the module keeps a version, in other memory."""
         if self.reader.is_open:  # not in a forked child
             with self._lock:  # no call of another thread loads a version after this
                 try:
                     if detach:
-                        self._leave()
+                        self._detach()
                 finally:
                     FOLLOWERS.discard(self)
                     self._loaded = None
@@ -362,12 +364,12 @@ class _Hook:
 
 
 def followers_of(model: Any) -> list[ModuleFollower]:
-    """The followers that keep a model, or parts of it, or what it is a part of."""
+    """The followers of a model, of parts of it, or of a module that it is a part of."""
     followers = [*FOLLOWERS]
     parts = {*model.modules()} if followers else set()
     return [each for each in followers if not parts.isdisjoint(each.module.modules())]
 
 
 def one_version(model: nn.Module) -> Held:
-    """A block in which a model that follows a channel, in whole or in part, keeps one version."""
+    """A block in which a model that follows a channel, in whole or in part, has one version."""
     return Held(None, *(follower.call() for follower in followers_of(model)))

@@ -1,4 +1,4 @@
-"""Where the weights of a model lie in one flat piece of memory, and how they are written there."""
+"""The layout of a model's weights in one flat buffer, and how they are written to it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from fusedrl.channel.tensors import (
     weights_of,
 )
 
-_ALIGNMENT = 64  # of an entry: a cache line, and more than any vector load asks for
+_ALIGNMENT = 64  # bytes, of each entry: a cache line
 _PAGE = 4096
-_SHOWN = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One name of the weights, in memory from byte ``offset`` on; ``()`` is a scalar's shape."""
+    """One named tensor of the weights, at byte ``offset``; a scalar has shape ``()``."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     kind: str
-    tied_to: str | None = None  # the earlier entry whose memory this one is
+    tied_to: str | None = None  # the earlier entry that this one shares memory with
 
     @property
     def nbytes(self) -> int:
@@ -58,13 +58,13 @@ class Layout:
 
     entries: tuple[Entry, ...]  # tied ones after the one that they are tied to
     merged: bool = False  # whether a peft model's adapters are merged into the weights
-    transient: tuple[str, ...] = ()  # not stored; published weights may include them
+    transient: tuple[str, ...] = ()  # unsaved buffers, which published weights may include
 
     @classmethod
     def of(
         cls, weights: Any, dtype: torch.dtype | None = None, merge_adapters: bool = False
     ) -> Layout:
-        """The layout of weights, with floats of ``dtype``; their values are not read."""
+        """The layout of weights, with floats cast to ``dtype``; values are not read."""
         found = weights_of(weights, merge_adapters)
         entries: dict[str, Entry] = {}
         first_of: dict[tuple[Any, ...], str] = {}
@@ -76,7 +76,7 @@ class Layout:
                 if not castable(kept):
                     raise ValueError(
                         f"dtype: expected floats of 16 bits or more to cast, got {kept} of {name}, "
-                        "which means something with its scales only; pass dtype=None"
+                        "which needs its scales; pass dtype=None"
                     )
                 kept = dtype
             first = entries.get(first_of.setdefault(weight.identity(), name))
@@ -84,12 +84,12 @@ class Layout:
             entry = Entry(name, tuple(weight.tensor.shape), kept, start, weight.kind, tied_to)
             entries[name] = entry
             end = max(end, start + entry.nbytes + -entry.nbytes % _ALIGNMENT)
-        nodes = {name[:i] for name in entries for i, c in enumerate(name) if c == "."}
-        wrong = [name for name in entries if name in nodes or not all(name.split("."))]
+        prefixes = {name[:i] for name in entries for i, c in enumerate(name) if c == "."}
+        wrong = [name for name in entries if name in prefixes or not all(name.split("."))]
         if wrong or not entries:
             raise ValueError(
-                "weights: expected tensors, with names that can be nested by their dots, got "
-                f"{wrong[:1] or 'none'}; pass a model's weights under its own names"
+                "weights: expected tensors whose names can be nested by their dots, got "
+                f"{wrong[:1] or 'none'}; pass a model's weights under the model's names"
             )
         transient = (name for name, weight in found.items() if not weight.saved)
         return cls(tuple(entries.values()), merge_adapters, tuple(transient))
@@ -102,12 +102,12 @@ class Layout:
 
     @cached_property
     def stored(self) -> tuple[Entry, ...]:
-        """The entries that are not tied to another: one for each view."""
+        """The entries that are not tied to another; each has one view."""
         return tuple(entry for entry in self.entries if entry.tied_to is None)
 
     @cached_property
     def view_of(self) -> dict[str, int]:
-        """The index of the view of each name, tied ones included."""
+        """The index of each name's view, tied names included."""
         index = {entry.name: i for i, entry in enumerate(self.stored)}
         return {entry.name: index[entry.tied_to or entry.name] for entry in self.entries}
 
@@ -117,12 +117,12 @@ class Layout:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The layout as text for another process."""
+        """The layout as JSON, for another process."""
         return json.dumps(asdict(self), separators=(",", ":"), default=dtype_name)
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """The layout that another process wrote with :meth:`to_json`."""
+        """The layout that :meth:`to_json` has written."""
         fields = json.loads(text)
         entries = [
             Entry(**{**e, "shape": tuple(e["shape"]), "dtype": DTYPES[e["dtype"]]})
@@ -132,7 +132,7 @@ class Layout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of ``flat``, uint8 of at least ``nbytes`` bytes, one for each stored entry."""
-        # Views that are made in inference mode cannot be used outside of it.
+        # Views that are created in inference mode cannot be used outside of it.
         with torch.inference_mode(False):
             return [
                 flat.narrow(0, e.offset, e.nbytes).view(e.dtype).view(e.shape) for e in self.stored
@@ -144,12 +144,12 @@ class Layout:
         return weights.unflatten_keys(".")
 
     def match(self, weights: Any, partial: bool = False) -> dict[str, Weight]:
-        """The weights that :meth:`write` copies into the views, by the names of stored entries.
+        """Match weights to the stored entries, by name; returns what :meth:`write` copies.
 
         All names may have, or lack, the path of a module around the model. One of several tied
-        names is enough; those that are separate tensors are read, and have to be equal. ``partial``
-        weights may lack entries; only buffers if they have another path, as a part of such weights
-        might mean another part of the model.
+        names is enough; tied names that are separate tensors have to be equal. ``partial`` weights
+        may lack entries, but only buffers if their path differs: their names could match another
+        part of the model.
         """
         found = weights_of(weights, self.merged)
         off, on = read_as(found, {*self.view_of, *self.transient})
@@ -157,27 +157,27 @@ class Layout:
         required = self.stored if off or on or not partial else ()
         if partial:  # if no entry is known to be a parameter, each of them may be one
             required = [e for e in required if e.kind == "parameter"] or required
-        # A tied name may be missing, because one of them gives the value of all.
+        # One of several tied names gives the value of all.
         there = {entry.tied_to or entry.name for entry in self.entries if entry.name in named}
         missing = [entry for entry in required if entry.name not in there]
         copies, differences = self.compared(named, "weights", missing)
         differences = differences or [
             f"{other.name}: expected the values of {first.name}, since the layout ties them, got "
-            "others"
+            "other values"
             for entry in self.stored
             for first, other in pairwise(copies[entry.name])
             if first.identity() != other.identity()
             and not same_values(first.value(), other.value(), entry.dtype)
         ]
-        refuse_differences("weights", differences, "pass those of the model that it was made of")
+        refuse_differences("weights", differences, "pass weights of the same model")
         return {name: same[0] for name, same in copies.items() if same}
 
     def compared(
         self, named: Mapping[str, Weight], argument: str, missing: Sequence[Entry]
     ) -> tuple[dict[str, list[Weight]], list[str]]:
-        """The weights of each stored entry, and how they differ, ``missing`` ones included."""
+        """The weights of each stored entry, and all differences, with the ``missing`` entries."""
         copies: dict[str, list[Weight]] = {entry.name: [] for entry in self.stored}
-        wrong = []  # what was expected, and what is there instead
+        wrong = []  # (name, expected, got)
         for entry in self.entries:
             if (weight := named.get(entry.name)) is not None:
                 got = weight.tensor
@@ -191,15 +191,15 @@ class Layout:
         stored = {w.identity() for same in copies.values() for w in same} if more else set()
         for weight in more:
             check_supported(weight.name, weight.tensor, argument)
-            if weight.identity() not in stored:  # else it is a further name of one that is stored
+            if weight.identity() not in stored:  # else it is another name of a stored one
                 wrong.append((weight.name, "no such entry", described(weight.tensor)))
         return copies, [f"{name}: expected {wanted}, got {got}" for name, wanted, got in wrong]
 
     @torch.no_grad()
     def write(self, found: Mapping[str, Weight], views: Sequence[Tensor] | None) -> None:
-        """Copy what :meth:`match` found; tensors that are computed are made one at a time.
+        """Copy what :meth:`match` found; weights that are gathered or merged, one at a time.
 
-        ``views`` are ``None`` on ranks that only take part in making sharded weights whole.
+        ``views`` is ``None`` on ranks without slots, which only help to gather sharded weights.
         """
         plain, computed = [], []
         slot = [None] * len(self.stored) if views is None else views
@@ -217,7 +217,7 @@ class Layout:
 
 
 def refuse_differences(argument: str, differences: Sequence[str], remedy: str) -> None:
-    """Raise one ``ValueError`` that counts the ``differences`` and lists the first ten of them."""
+    """Raise one ``ValueError`` that counts the differences and lists the first ten of them."""
     if differences:
         raise ValueError(
             f"{argument}: {len(differences)} differences from the expected layout; {remedy}"
@@ -226,6 +226,6 @@ def refuse_differences(argument: str, differences: Sequence[str], remedy: str) -
 
 
 def listed(differences: Sequence[str]) -> str:
-    """The first ten differences, a line each, and how many more there are."""
-    more = [f"and {len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
-    return "".join(f"\n  {line}" for line in [*differences[:_SHOWN], *more])
+    """The first ten differences, one per line, and how many more there are."""
+    more = [f"and {len(differences) - _MAX_LISTED} more"] * (len(differences) > _MAX_LISTED)
+    return "".join(f"\n  {line}" for line in [*differences[:_MAX_LISTED], *more])

@@ -1,4 +1,4 @@
-"""The memory of a channel's slots, as one process sees it, and what describes it to others."""
+"""The memory of a channel's slots, and the manifest that describes it to readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusedrl.channel.layout import Layout
 
 
 class HostMemory:
-    """The slots of a channel in its file in host memory; those of a reader are read-only."""
+    """Slots in the channel's shared-memory file; they are read-only for readers."""
 
     manifest: ClassVar = {"kind": "host"}
     device: torch.device = torch.device("cpu")
@@ -26,11 +26,11 @@ class HostMemory:
         self._nbytes = nbytes
 
     def slot(self, index: int) -> Tensor:
-        """The bytes of a slot, mapped until the last view is freed."""
+        """A slot as a flat uint8 tensor, mapped until the last view is freed."""
         return torch.from_dlpack(self._end.slot_tensor(index, self._nbytes))
 
     def close(self, in_use_by: Sequence[int] = ()) -> None:
-        """Leave the memory to the tensors over it."""
+        """Drop this reference: tensors over the memory keep it mapped."""
         self._end = None
 
 
@@ -38,20 +38,20 @@ Memory = HostMemory | CudaMemory
 
 
 class Closed:
-    """What is left of an end that is closed, in its place: the end itself keeps memory mapped."""
+    """Replaces a publisher or reader that is closed, which would keep memory mapped."""
 
     def __init__(self, version: int) -> None:
         self.version, self.is_open = lambda: version, lambda: False
 
     def __getattr__(self, name: str) -> Any:
-        """Raise ``RuntimeError`` for all other methods."""
+        """Raise ``RuntimeError`` for every other method."""
         raise RuntimeError(
             "weight channel: expected an open one, got one that is closed; make or open another"
         )
 
 
 def read_manifest(manifest: bytes) -> tuple[Layout, float, dict[str, Any]]:
-    """What a channel's memory says of it: its layout, its timeout, and how its slots are opened."""
+    """The layout, the timeout, and the description of the slots' memory."""
     layout, timeout, memory = json.loads(manifest)
     return Layout.from_json(layout), timeout, memory
 
@@ -59,10 +59,10 @@ def read_manifest(manifest: bytes) -> tuple[Layout, float, dict[str, Any]]:
 def reserved(
     layout: Layout, device: torch.device, slots: int, max_readers: int, timeout: float
 ) -> tuple[Memory, _host.Publisher, str]:
-    """The memory of a new channel, the publisher's end of it, and a name that no other one has."""
+    """Reserve a channel's memory; returns it with the publisher and a unique session id."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"device: expected cpu or cuda, got {device}; device='cpu' serves any machine"
+            f"device: expected cpu or cuda, got {device}; pass device='cpu' for host memory"
         )
     size, memory, session = layout.nbytes, None, secrets.token_hex(16)
     try:
@@ -73,8 +73,8 @@ def reserved(
     except (OSError, RuntimeError) as error:
         raise RuntimeError(
             f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "
-            f"'{getattr(error, 'strerror', None) or error}'; take fewer slots, down to 2, or "
-            "half the width (dtype=torch.bfloat16), or raise the limit (ulimit -n of open files; "
+            f"'{getattr(error, 'strerror', None) or error}'; use fewer slots (at least 2), "
+            "a narrower dtype such as torch.bfloat16, or raise the limit (ulimit -n of open files; "
             "ulimit -v, or a container's, of memory)"
         ) from error
     return memory or HostMemory(end, size), end, session

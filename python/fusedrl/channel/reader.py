@@ -1,4 +1,4 @@
-"""The reading end of a weight channel."""
+"""The reader's end of a weight channel."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fusedrl.channel.cuda import CudaMemory
 from fusedrl.channel.follow import FOLLOWERS, Follower, ModuleFollower, Target, followers_of
 from fusedrl.channel.memory import Closed, HostMemory, Memory, read_manifest
 
-_Tensors = tuple[Tensor, int, list[Tensor], TensorDict]  # a slot, its address, views of it
-# What load_into() has loaded, by each part of it: parameters may outlive a wrapper around them. A
-# module that ends is forgotten in C, where no interrupt is lost.
+_Tensors = tuple[Tensor, int, list[Tensor], TensorDict]  # slot, its address, its views
+# The targets of load_into(), by each part of the module, as parameters may outlive a wrapper around
+# them. C code forgets a module that is deleted, so that no interrupt can be lost there.
 _LOADED: dict[weakref.ref[nn.Module], Target] = {}
 
 
@@ -28,8 +28,8 @@ _LOADED: dict[weakref.ref[nn.Module], Target] = {}
 class WeightHandle:
     """The address of a channel: small, picklable, without tensors.
 
-    Only processes of the publisher's user, on its machine, can open it, while the publisher lives.
-    It holds a secret that no other channel has, so that it never opens another one.
+    Processes of the publisher's user, on its machine, can open it while the publisher runs. It
+    contains a secret of this channel, so that it never opens another one.
     """
 
     pid: int
@@ -37,33 +37,34 @@ class WeightHandle:
     session: str = field(repr=False)
 
     def open(self) -> WeightReader:
-        """Become a reader of the channel.
+        """Open the channel as a reader.
 
         Raises:
-            RuntimeError: the publisher is gone, of another version of this package or of another
-                user, the channel has ``max_readers`` readers, or the kernel refuses; it says why.
+            RuntimeError: the publisher has ended, or runs another version of this package or as
+                another user; the channel has ``max_readers`` readers; or the kernel refuses. The
+                message says which.
         """
         try:
             end = _host.Reader(self.pid, self.fd, self.session)
         except (OSError, ValueError) as error:
             raise RuntimeError(
                 f"handle: expected a running publisher with pid {self.pid}, with its channel open, "
-                f"of this user and seen by this process, got '{error}'; take a new handle from a "
-                "publisher that runs, and let containers share process ids"
+                f"of this user and visible to this process, got '{error}'; get a new handle from a "
+                "running publisher, and let containers share the PID namespace"
             ) from error
         try:
             return WeightReader(end, self.session)
         except BaseException:
-            end.close()  # the traceback of the error would keep it open
+            end.close()  # the error's traceback would keep it open
             raise
 
 
 class Lease(_host.Lease):
-    """One complete version of the weights, unchanged for as long as the lease is held.
+    """One complete version of the weights, unchanged while the lease is held.
 
-    It is given back once: by ``release()``, at the end of its ``with`` block, or when it is
-    dropped. Its weights do not keep it: they may be overwritten after that. ``version`` is its
-    number, and ``held`` says whether it is not released yet, and its reader is open.
+    It is released once: by ``release()``, at the end of its ``with`` block, or when it is dropped.
+    Its tensors do not hold it: they may be overwritten after the release. ``version`` is its
+    number; ``held`` is whether it is not released and its reader is open.
     """
 
     __slots__ = ("reader",)
@@ -71,12 +72,12 @@ class Lease(_host.Lease):
 
     @property
     def weights(self) -> TensorDict:
-        """Read-only views of the channel's memory, nested as the dots of the names say."""
+        """Read-only views of the channel's memory, nested by the dots of the names."""
         return self._tensors()[3]
 
     @property
     def views(self) -> list[Tensor]:
-        """As :attr:`weights`, in a list with one for each stored entry of the layout."""
+        """The same tensors in a list, one for each stored entry of the layout."""
         return self._tensors()[2]
 
     def _tensors(self) -> _Tensors:
@@ -85,7 +86,7 @@ class Lease(_host.Lease):
         if not self.held:
             raise RuntimeError(
                 f"lease: expected one that is held, got version {self.version} after its release; "
-                "compute inside the with block, or clone what has to last"
+                "use the weights inside the with block, or clone them"
             )
         known = reader._slots.get(slot)
         # Pickling a view for another process moves its storage into other shared memory.
@@ -98,16 +99,16 @@ class Lease(_host.Lease):
 
 
 class WeightReader:
-    """Reads complete versions of a channel's weights. :meth:`WeightHandle.open` makes one.
+    """Reads complete versions of a channel's weights; :meth:`WeightHandle.open` makes one.
 
-    Threads may share a reader. A forked child may not: it opens the handle again. ``applied`` is
-    the version that :meth:`load_into` has loaded last; what the publisher sees as
-    :attr:`ReaderInfo.applied` is the newest that was leased.
+    Threads may share a reader; a forked child has to open the handle again. ``applied`` is the
+    version that :meth:`load_into` loaded last; :attr:`ReaderInfo.applied`, which the publisher
+    sees, is the newest version that was leased.
     """
 
     def __init__(self, end: _host.Reader, session: str) -> None:
         self.layout, self._timeout, memory = read_manifest(end.manifest())
-        if not faulthandler.is_enabled():  # shows what has written to memory that is read-only
+        if not faulthandler.is_enabled():  # shows the line that writes to read-only memory
             faulthandler.enable(file=2)
         self._end: Any = end
         self.session = session
@@ -117,31 +118,31 @@ class WeightReader:
         )
         self.device = self.memory.device
         self._slots: dict[int, _Tensors] = {}
-        # Re-entrant: a reader may be closed by what the garbage collector finds.
+        # Re-entrant: the garbage collector may close a reader within a call.
         self._lock = threading.RLock()
         self.applied: int | None = None
 
     @property
     def version(self) -> int | None:
-        """The newest version that is published, ``None`` before the first."""
+        """The newest published version, ``None`` before the first."""
         version = self._end.version()
         return None if version < 0 else version
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not closed, and was opened by this process."""
+        """Whether it is open, and was opened by this process."""
         return self._end.is_open()
 
     def require_open(self) -> None:
-        """Raise ``RuntimeError`` if this is closed, or was opened by a parent of this process."""
+        """Raise ``RuntimeError`` if this is closed, or was opened by a parent process."""
         self._end.require_open()
 
     def wait_for(self, version: int, timeout: float | None = None) -> int:
         """Wait until ``version`` or a later one is published, and return the newest.
 
         Raises:
-            TimeoutError: not in ``timeout`` seconds; the channel's own if ``None``.
-            RuntimeError: the publisher has ended; the message names its process id.
+            TimeoutError: not published in ``timeout`` seconds; ``None``: the channel's timeout.
+            RuntimeError: the publisher has ended; the message has its process id.
         """
         count("version", version, 0, MAX_VERSION)
         limit = seconds("timeout", timeout, self._timeout)
@@ -152,14 +153,14 @@ class WeightReader:
                 raise (TimeoutError if ended is None else RuntimeError)(
                     f"version: expected {version} or later within {limit} s, "
                     f"got {'none' if newest < 0 else newest}, and the publisher "
-                    f"(pid {self._end.publisher_pid()}) {ended or 'runs'}; call publish() there or "
-                    "raise timeout, or open the handle of a new channel where it has ended"
+                    f"(pid {self._end.publisher_pid()}) {ended or 'runs'}; call publish() there, "
+                    "raise timeout, or open the handle of a new channel if this one has ended"
                 )
             self._end.wait(version, min(remaining, SLICE_S))
         return newest
 
     def lease(self, min_version: int | None = None, timeout: float | None = None) -> Lease:
-        """Lease the newest version: it does not change until the lease is released.
+        """Lease the newest version, which does not change until the lease is released.
 
         It waits for the first version, or for ``min_version`` or a later one.
 
@@ -172,7 +173,7 @@ class WeightReader:
             self.memory.refuse_capture()
         self.wait_for(0 if min_version is None else min_version, timeout)
         deadline = 0.0
-        while not (lease := Lease(self._end)).held:  # it has published another meanwhile
+        while not (lease := Lease(self._end)).held:  # another version was published meanwhile
             limit = seconds("timeout", timeout, self._timeout)
             deadline = deadline or time.monotonic() + max(limit, SLICE_S)
             if time.monotonic() > deadline:
@@ -188,20 +189,20 @@ class WeightReader:
     def follow(
         self, module: nn.Module, mode: str = "alias", between_calls: bool = False
     ) -> Follower:
-        """Keep a module at the newest version, between its calls and never during one.
+        """Keep a module at the newest version, which changes between calls and never during one.
 
         ``with follower.call() as version:`` encloses a call. The module's ``state_dict()`` returns
-        copies, and its parameters require no gradients: training would change what a version stands
-        for. Those that are replaced get the version back. A second call returns the same follower.
+        copies, and its parameters require no gradients, since training would alter a version.
+        Parameters that are replaced get the version again. A second call returns the same follower.
 
         Args:
             module, mode: as for :meth:`load_into`.
             between_calls: in alias mode, hold the version until the next one is loaded. Otherwise
-                it is held in calls alone, and weights may change between them.
+                it is held only during calls, and weights may change between them.
 
         Raises:
-            TypeError, ValueError: the module does not fit, follows otherwise already, or has
-                parameters that another follower has, or that this process publishes in the channel.
+            TypeError, ValueError: the module does not fit, follows with other arguments, or has
+                parameters of another follower, or that this process publishes in the channel.
         """
         self.require_open()
         for f in [*FOLLOWERS]:
@@ -221,45 +222,45 @@ class WeightReader:
 
         With ``"alias"`` parameters point to the channel's memory and require no gradients. Buffers
         are copied, as a forward pass may write to them. The version is held until the next one is
-        loaded, all parts of the module are gone or the reader closed; other tensors made of a
-        parameter do not hold it. On a GPU, load on a stream that waits for those that compute with
-        the former one.
-        On the CPU, a process that writes to a parameter ends with SIGSEGV and shows the line.
+        loaded, the reader is closed, or all parts of the module are deleted; other tensors made
+        from a parameter do not hold it. On a GPU, load on a stream that waits for the streams that
+        use the previous version. On the CPU, a process that writes to a parameter ends with SIGSEGV
+        and prints the line.
 
-        With ``"copy"`` the version is copied into the module's own memory, which keeps addresses
-        (CUDA graphs), dtypes and gradients. Nothing is held afterwards.
+        With ``"copy"`` the version is copied into the module's memory, which keeps its addresses
+        (for CUDA graphs), dtypes and gradients. Nothing is held afterwards.
 
         Args:
-            module: of the channel's names and shapes; to alias, also of its dtypes and device.
+            module: has the channel's names and shapes; for alias, also its dtypes and device.
             min_version, timeout: as for :meth:`lease`.
 
         Raises:
-            TypeError, ValueError: the module does not fit, follows a channel, or is what this
-                process publishes in this one; it keeps the version that it has.
+            TypeError, ValueError: the module does not fit, follows a channel, or is the one that
+                this process publishes; it keeps its weights.
             TimeoutError, RuntimeError: as for :meth:`lease`.
         """
         self.require_open()
         self.wait_for(0 if min_version is None else min_version, timeout)
-        # Threads load one after the other, none an older version than the last.
+        # One thread at a time, so that none loads an older version than the last.
         with self._lock, self.lease(min_version, timeout) as lease:
             target = _LOADED.get(weakref.ref(module))
-            # By identity: layouts of two readers may be equal. What follows a channel is refused.
+            # By identity: two readers may have equal layouts. Target() refuses followed modules.
             fits = target and target.layout is self.layout and target.module() is module
             if not target or not fits or target.mode != mode or followers_of(module):
                 target = Target(module, self, mode)
                 parts = [weakref.ref(part, _LOADED.pop) for part in module.modules()]
                 for former in {_LOADED[part] for part in parts if part in _LOADED}:
-                    former.own()
+                    former.copy_aliased()
                 _LOADED.update(dict.fromkeys(parts, target))
             target.load(lease.views, lease)
             self.applied = lease.version
             return lease.version
 
     def close(self) -> None:
-        """End all leases and followers. Modules that were loaded by alias get their own memory.
+        """Release all leases and close all followers; modules loaded by alias get other memory.
 
-        Other tensors over the channel's, such as ``parameter.data``, may be overwritten. On a GPU
-        it waits for the device if a lease is held. In a forked child it does nothing.
+        Other tensors over the channel's memory, such as ``parameter.data``, may be overwritten. On
+        a GPU it waits for the device if a lease is held. In a forked child it does nothing.
         """
         if not self.is_open:
             return
@@ -269,7 +270,7 @@ class WeightReader:
         with self._lock:
             for target in {*_LOADED.copy().values()}:
                 if target.layout is self.layout:
-                    target.own()
+                    target.copy_aliased()
             if isinstance(self.memory, CudaMemory) and self._end.leases():
                 self.memory.synchronize()
             self.memory.close()
@@ -285,7 +286,7 @@ class WeightReader:
         self.close()
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled: only a handle can be sent to another process."""
+        """Raise ``TypeError``: only a handle can be sent to another process."""
         raise TypeError(
             "channel: expected a WeightHandle to send to another process, got a "
             f"{type(self).__name__}; send channel.handle and open it there"

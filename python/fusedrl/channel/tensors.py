@@ -1,4 +1,4 @@
-"""The tensors of weights: how they are found, which a channel can carry, how they are copied."""
+"""The tensors of a model's weights: finding them, checking them, copying them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from fusedrl.compat.torch import (
     unsaved_buffers_of,
 )
 
-# Types whose bytes are all of their values; other subclasses keep scales or shards beside them.
-_PLAIN = (Tensor, nn.Parameter, MemoryMappedTensor)
+# Types whose bytes are all of their values; other subclasses also have scales or shards.
+_PLAIN_TYPES = (Tensor, nn.Parameter, MemoryMappedTensor)
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -48,30 +48,30 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def described(tensor: Any) -> str:
-    """The dtype and shape of a tensor, or of an entry of a layout, for messages."""
+    """Dtype and shape of a tensor or of a layout's entry, for messages."""
     return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def castable(dtype: torch.dtype) -> bool:
-    """Whether a dtype is a float that has a meaning without scales: one of 16 bits or more."""
+    """Whether a dtype is a float of 16 bits or more; narrower floats need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether copying from one dtype into the other keeps the meaning of the values."""
+    """Whether a copy from one dtype to the other keeps the meaning of the values."""
     return source == target or (castable(source) and castable(target))
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor, which several ranks share."""
+    """Whether ``tensor`` is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
-    """Raise ``TypeError`` unless a channel can carry the values of ``tensor``."""
+    """Raise ``TypeError`` unless a channel can carry ``tensor``."""
     local = tensor.to_local() if is_dtensor(tensor) else tensor
-    expected, got, remedy = "a dense tensor with values of its own", None, ""
+    expected, got, remedy = "a dense tensor", None, ""
     if not isinstance(local, Tensor):
         got, remedy = type(local).__name__, "leave it out of the weights"
     elif is_lazy(local):
@@ -79,7 +79,7 @@ def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
     elif getattr(local, "ds_numel", local.numel()) != local.numel():
         got = "a shard of DeepSpeed's ZeRO-3"
         remedy = "use it within deepspeed.zero.GatheredParameters"
-    elif type(local) not in _PLAIN:
+    elif type(local) not in _PLAIN_TYPES:
         got = type(local).__name__
         remedy = "publish the dequantised or whole tensors"
     elif local.device.type == "meta":
@@ -90,13 +90,13 @@ def check_supported(name: str, tensor: Any, argument: str = "weights") -> None:
         expected, got = "a dtype of whole bytes", str(local.dtype)
         remedy = "publish the dequantised tensor"
     elif not has_memory(local):
-        got, remedy = "one whose memory is freed", "gather or load it first"
+        got, remedy = "a tensor whose memory is freed", "gather or load it first"
     if got is not None:
         raise TypeError(f"{argument}: {name}: expected {expected}, got {got}; {remedy}")
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a storage has room for its tensor: operators read beyond its end without a check."""
+    """Whether the storage covers the tensor: operators would read beyond it without a check."""
     if tensor.is_contiguous():
         end = tensor.nbytes
     else:
@@ -109,16 +109,16 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def part_of_rank(tensor: Any) -> Tensor:
-    """The tensor itself, or this rank's part of a sharded one."""
+    """The tensor, or this rank's shard of a DTensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @torch.no_grad()
 def same_values(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether tensors of one shape have the same values in ``dtype``; any NaN equals any other."""
+    """Whether tensors of equal shape have equal values in ``dtype``; NaN equals NaN."""
     a, b = (t.to(a.device, dtype).resolve_conj().resolve_neg().contiguous() for t in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)
-    # Words compare much faster than halves, and bytes of every dtype do.
+    # Comparing int64 is much faster than comparing halves, and bytes of any dtype can be compared.
     word = torch.uint8 if (a.nbytes | a.data_ptr() | b.data_ptr()) % 8 else torch.int64
     if torch.equal(a.view(word), b.view(word)):
         return True
@@ -126,10 +126,10 @@ def same_values(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def overwrite(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy any number of tensors into memory that autograd does not track.
+    """Copy tensors into memory that autograd does not track.
 
     All CPU tensors that keep their dtype, or go from float32 to bfloat16, are copied in one
-    operation. One for each would wait for all its threads each time, while others use the cores.
+    operation. One operation for each would wait for its threads each time, slowly on busy cores.
     """
     pieces, rest = [], []
     for target, source in zip(targets, sources, strict=True):
@@ -151,10 +151,10 @@ def overwrite(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """A tensor of a model, and where it is.
+    """A tensor of a model, and where it is stored.
 
-    ``saved`` says whether state dicts have it. ``home`` is the dict of the module that has it under
-    ``key``. ``layer`` is the adapted layer whose merged weights have its value, if any does.
+    ``saved``: whether state dicts have it. ``home``: the dict of its module that has it under
+    ``key``. ``layer``: the adapted layer whose merged weights have its value, if any.
     """
 
     name: str
@@ -166,27 +166,27 @@ class Weight:
     layer: _Merged | None = None
 
     def identity(self) -> tuple[Any, ...]:
-        """Equal for two weights that always have the same values, as they are one tensor."""
+        """A key that is equal for weights that share memory, and so always have the same values."""
         whole, part = self.tensor, part_of_rank(self.tensor)
         memory = storage_of(part), part.storage_offset(), whole.shape, whole.stride(), whole.dtype
         return *memory, id(self.layer)  # merging changes a weight, but not one that is tied to it
 
     @torch.no_grad()
     def value(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor to read, which ``dtype`` may cast; for sharded weights a collective call."""
+        """The tensor to read, possibly cast to ``dtype``; for sharded weights a collective call."""
         tensor: Any = self.tensor if self.layer is None else self.layer.value(self.name)
         if not is_dtensor(tensor):
             return tensor.detach()
-        # Shards are cast before they travel.
+        # Cast before the shards are gathered, so that fewer bytes are sent.
         if dtype is not None and not any(placed.is_partial() for placed in tensor.placements):
             tensor = tensor.to(dtype)
         return tensor.detach().full_tensor()
 
 
 class _Merged:
-    """The merged weights of an adapted layer, made when the first is read; each is handed out once.
+    """The merged weights of an adapted layer, computed at the first read; each is returned once.
 
-    peft merges in place, and unmerging leaves rounding errors: a copy of the layer is merged.
+    peft merges in place, and unmerging leaves rounding errors, so a copy of the layer is merged.
     """
 
     def __init__(self, layer: nn.Module, prefix: str) -> None:
@@ -211,9 +211,9 @@ class _Merged:
 def weights_of(source: Any, merge: bool = False) -> dict[str, Weight]:
     """The weights of a module, tensordict or dict, by name; nothing is computed or gathered yet.
 
-    Nested names are joined by dots, and those of torch's wrappers are left out. Buffers that are
-    not saved are there too, and what is no tensor. With ``merge``, a peft model has the weights of
-    its base model, with the active adapters merged in, and does not change itself.
+    Nested names are joined by dots, without the names of torch's wrappers. Unsaved buffers and
+    values that are no tensors are included. With ``merge``, the weights are those of a peft model's
+    base model with the active adapters merged in; the model does not change.
     """
     if isinstance(source, (TensorDictBase, Mapping)):  # TensorDictParams are a module too
         found = list(_entries_of(source, ""))
@@ -234,7 +234,7 @@ def weights_of(source: Any, merge: bool = False) -> dict[str, Weight]:
     return by_name
 
 
-# The names under which torch's wrappers keep the module that they wrap.
+# The names under which torch's wrappers keep the wrapped module.
 _WRAPPERS = (COMPILED_CHILD, CHECKPOINTED_CHILD)
 
 
@@ -250,7 +250,7 @@ def _entries_of(source: Any, prefix: str) -> Iterator[Weight]:
 def weights_in(
     module: Any, merge: bool = False, prefix: str = "", layer: _Merged | None = None
 ) -> list[Weight]:
-    """The weights in a module, unchecked, as :func:`weights_of` names and merges them."""
+    """The weights in a module, unchecked; names and ``merge`` as in :func:`weights_of`."""
     found = []
     if merge:
         module, adapted = adapters.merged_part(prefix.removesuffix("."), module)
@@ -260,7 +260,7 @@ def weights_in(
     if is_sharded:
         raise TypeError(
             f"weights: {prefix.removesuffix('.') or 'the module'}: expected weights that can be "
-            "made whole, got FullyShardedDataParallel; shard with fully_shard, or pass a full "
+            "gathered, got FullyShardedDataParallel; shard with fully_shard, or pass a full "
             "state_dict()"
         )
     if gathers:
@@ -284,32 +284,32 @@ def weights_in(
 
 @cache
 def _traits(kind: type[nn.Module]) -> list[bool]:
-    """Whether modules are of FSDP's first version, of its second, and around a parallel module."""
+    """Whether a class of modules is FSDP1, FSDP2, and a wrapper for data parallelism."""
     fsdp, parallel = "torch.distributed.fsdp", (nn.DataParallel, DistributedDataParallel)
     first = issubclass(kind, adapters.imported(fsdp, "FullyShardedDataParallel"))
     second = issubclass(kind, adapters.imported(fsdp, "FSDPModule"))
     return [first, second, issubclass(kind, parallel)]
 
 
-def facts(weights: Iterable[Weight]) -> list[tuple[Any, ...]]:
-    """Equal for two walks that found the same tensors, as ``.data`` and the like left them."""
-    # Tensors are kept, so that their ids stay theirs; `==` gets to those of one id alone.
+def fingerprint(weights: Iterable[Weight]) -> list[tuple[Any, ...]]:
+    """Equal for two walks that found the same tensors in the same state."""
+    # The tensors keep their ids unique; `==` only compares tensors whose ids are equal.
     return [(w.name, id(t := w.tensor), t, type(t), t.shape, t.dtype) for w in weights]
 
 
 def refuse_other_state(module: nn.Module) -> None:
-    """Raise ``TypeError`` if the state dict of a module has what is no parameter or buffer.
+    """Raise ``TypeError`` if the state dict has entries other than parameters and buffers.
 
-    Quantised layers, hooks and ``get_extra_state`` put it there, and nobody would load it.
+    Quantised layers, hooks and ``get_extra_state`` add such entries, which no reader would load.
     """
     try:
         state = module.state_dict()
-    except TypeError:  # one of the module's own, or of a child's, that takes other arguments
+    except TypeError:  # overridden, in the module or a child, with other arguments
         return
     weights = weights_in(module)
     names, known = {weight.name for weight in weights}, set()
     others = {name: value for name, value in state.items() if name not in names}
-    for weight in weights if others else ():  # whose tensors may be split, or have other names
+    for weight in weights if others else ():  # perhaps only split or renamed
         if weight.saved:
             check_supported(weight.name, weight.tensor)
         if weight.tensor.layout is torch.strided:
@@ -319,17 +319,17 @@ def refuse_other_state(module: nn.Module) -> None:
             check_supported(name, value)
         if not isinstance(value, Tensor) or storage_of(part_of_rank(value)) not in known:
             raise TypeError(
-                f"weights: {name}: expected a parameter or a buffer, got what else state_dict() "
-                f"has ({type(value).__name__}); publish a module without quantised layers, extra "
-                "state and hooks that add to its state dict, or a dict of the tensors to be sent"
+                f"weights: {name}: expected a parameter or a buffer, got another entry of "
+                f"state_dict() ({type(value).__name__}); publish a module without quantised "
+                "layers, extra state and hooks that add to its state dict, or a dict of tensors"
             )
 
 
 def read_as(names: Collection[str], known: Collection[str]) -> tuple[str, str]:
-    """What is taken off all ``names``, and put before them instead, to read them as ``known``.
+    """The prefixes to remove from, and then to add to, all ``names`` to make them match ``known``.
 
-    It is the path of a module that has all of the weights, on one of the two sides: a policy's
-    around its model's, say. Both are empty if there is no need, no way, or more than one.
+    One side may have the path of a module that wraps the other, such as a policy around its model.
+    Both are empty if none is needed, if nothing matches, or if several prefixes do.
     """
     wanted = set(known)
 
@@ -339,18 +339,18 @@ def read_as(names: Collection[str], known: Collection[str]) -> tuple[str, str]:
 
     if fits("", ""):
         return "", ""
-    ways = [
+    matches = [
         (off, on)
         for off, module in _paths(names)
         for on, other in _paths(known)
-        # One path for another would take the weights of another model.
+        # Replacing one path by a different one could load another model's weights.
         if (not module or not other or module == other) and fits(off, on)
     ]
-    return ways[0] if len(ways) == 1 else ("", "")
+    return matches[0] if len(matches) == 1 else ("", "")
 
 
 def _paths(names: Collection[str]) -> list[tuple[str, list[str]]]:
-    """What stands before all names of a module, and that without DistributedDataParallel's name."""
+    """The prefixes that all names share, each with its parts except DistributedDataParallel's."""
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels)]
     paths = [shared[:depth] for depth in range(len(shared) + 1)]

@@ -1,4 +1,4 @@
-"""What we need of accelerate's private names."""
+"""The private names of accelerate that fusedrl uses."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def has_hook(module: Any) -> bool:
-    """Whether accelerate has wrapped a module's forward, to move what it reads."""
+    """Whether accelerate has wrapped a module's forward, to move its inputs and weights."""
     return hasattr(module, "_hf_hook")

@@ -1,8 +1,8 @@
-"""What is needed of tensordict beyond its public interface.
+"""The private names of tensordict that fusedrl uses.
 
 The public interface takes microseconds for each entry of each sample, so samples are read and
 pickled by their attributes: in ``csrc/host/tensordicts.cpp`` and ``transport``.
-``tests/compat/test_tensordict.py`` says which attributes there are.
+``tests/compat/test_tensordict.py`` checks which attributes there are.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from tensordict import LazyStackedTensorDict, TensorDict, is_non_tensor
 
 # Attributes of tensordicts and tensorclasses.
-ENTRIES = "_tensordict"  # of a TensorDict its dictionary, of a tensorclass its tensordict
-FIELDS = "_non_tensordict"  # what a tensorclass has that is no tensor
+ENTRIES = "_tensordict"  # a TensorDict's dictionary, a tensorclass's tensordict
+FIELDS = "_non_tensordict"  # the non-tensor fields of a tensorclass
 LOCKED = "_is_locked"
 ROWS = "tensordicts"  # the elements of a stack
-# Attributes that are caches, or that say where the values lay.
+# Attributes that are caches, or that describe where the values were.
 CACHES = frozenset(
     {"_cache", "_last_op", "__lock_parents_weakrefs", "_locked_schema"}
     | {"_is_shared", "_is_memmap", "_memmap_prefix"}
@@ -29,9 +29,9 @@ def tensordict_of(tensorclass: Any) -> Any:
 
 
 def copy_of(value: Any) -> Any:
-    """A copy with tensors of its own, as ``clone`` makes it, which takes ten times as long.
+    """A copy with new tensors, like ``clone``, which takes ten times as long.
 
-    Nearly all of that is for texts, of which ``clone`` copies the wrappers alone.
+    ``clone`` spends nearly all of that on texts, of which it copies only the wrappers.
     """
     if type(value) is LazyStackedTensorDict and not any(value.names):
         return LazyStackedTensorDict(*map(copy_of, value.tensordicts), stack_dim=value.stack_dim)
@@ -42,5 +42,5 @@ def copy_of(value: Any) -> Any:
 
 
 def get_entry(tensordict: Any, key: str) -> Any:
-    """One entry, ``None`` if there is none; ``get`` first looks whether the key is a path."""
+    """One entry, or ``None``; unlike ``get``, it does not check whether the key is a path."""
     return tensordict._get_str(key, None)

@@ -1,6 +1,6 @@
-"""What we need of torchrl's private names.
+"""The private names of torchrl that fusedrl uses.
 
-Nothing of torchrl is imported before a word needs it: most are about an object that the caller has.
+Nothing of torchrl is imported before a function needs it: most work on an object of the caller.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 
 def serve_by_ray(transform_class: Any, service: Any) -> None:
-    """What ``service_backend="ray"`` makes of a class: torchrl looks for this name on it."""
+    """Set what ``service_backend="ray"`` makes of a class: torchrl looks up this attribute."""
     transform_class._RayServiceClass = service
 
 
 def stands_alone(transform: Any) -> bool:
-    """Whether a transform is in no environment, replay buffer or Compose."""
+    """Whether a transform belongs to no environment, replay buffer or Compose."""
     return vars(transform)["_container"] is None
 
 
 def step(transform: Any, tensordict: Any, next_tensordict: Any) -> Any:
-    """What a transform makes of a step of its environment."""
+    """A transform's result for a step of its environment."""
     return transform._step(tensordict, next_tensordict)
 
 
@@ -29,47 +29,47 @@ def step(transform: Any, tensordict: Any, next_tensordict: Any) -> Any:
 
 
 def process_context() -> Any:
-    """The context of multiprocessing in which torchrl starts processes."""
+    """The multiprocessing context in which torchrl starts processes."""
     from torchrl._utils import _get_mp_ctx
 
     return _get_mp_ctx()
 
 
 def trajectory_format(value: Any, trajs_per_batch: int | None, has_buffer: bool) -> Any:
-    """The form in which trajectories are yielded, after torchrl's own check of the argument."""
+    """The format of yielded trajectories, after torchrl's check of the argument."""
     from torchrl.collectors.utils import _validate_traj_format
 
     return _validate_traj_format(value, trajs_per_batch, has_replay_buffer=has_buffer)
 
 
 def receives_by_schemes(collector: Any) -> bool:
-    """Whether schemes of torchrl's bring weights to a collector."""
+    """Whether a collector receives its weights through schemes of torchrl."""
     return getattr(collector, "_receiver_schemes", None) is not None
 
 
 def policy_with_state(collector: Any) -> Any:
-    """What a collector loads the state of its policy into; ``None`` if the policy has none."""
+    """The module into which a collector loads its policy's state, or ``None``."""
     return getattr(collector, "_policy_w_state_dict", None)
 
 
 def frames_of(collector: Any) -> Any:
-    """How many frames a collector has collected; ``None`` if it does not count them."""
+    """The number of frames that a collector has collected; ``None`` if it does not count them."""
     return getattr(collector, "_frames", None)
 
 
 def set_frames(collector: Any, frames: int) -> None:
-    """Let a collector that counts its frames go on from a number of them."""
+    """Set the number of frames of a collector, if it counts them."""
     if frames_of(collector) is not None:
         collector._frames = frames
 
 
 def computing_device(transform: Any) -> Any:
-    """The device to which a transform moves what its model reads; ``None`` for where it is."""
+    """The device to which a transform moves its model's inputs; ``None``: to none."""
     return getattr(transform, "_io_device", None)
 
 
-# Methods that make or get the distribution of all logits: a subclass that has one of its own may
-# read more than is computed from hidden states.
+# Methods that compute with the distribution of all logits: a subclass that overrides one may read
+# more than is computed from hidden states.
 READERS_OF_LOGITS = ("_get_cur_log_prob", "_log_weight", "_get_entropy", "_kl_to_ref")
 # The method of a wrapper that gives the distribution of a masking strategy.
 DISTRIBUTIONS = {name: f"_get_{name}_dist" for name in ("sft", "rlhf", "generic")}
@@ -78,7 +78,7 @@ DISTRIBUTIONS = {name: f"_get_{name}_dist" for name in ("sft", "rlhf", "generic"
 
 
 def trajectory_numbers() -> Any:
-    """What numbers the trajectories of a collector, and gives no number twice."""
+    """A counter that gives each trajectory of a collector a unique number."""
     from torchrl.collectors.utils import _TrajectoryPool
 
     return _TrajectoryPool()
@@ -88,20 +88,20 @@ def trajectory_numbers() -> Any:
 
 
 def for_buffer(batch: Any, buffer: Any) -> Any:
-    """A batch with the device that a replay buffer takes, which may be none."""
+    """A batch on the device that a replay buffer expects, which may be none."""
     from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device
 
     return _maybe_normalize_replay_buffer_tensordict_device(batch, buffer)
 
 
 def env_indices(pool: Any, carried: Any) -> list[int]:
-    """The index of the environment of each row of what a pool takes or returns."""
+    """The environment's index for each row that a pool accepts or returns."""
     indices = carried.get(pool._env_idx_key).tolist()
     return [_first(index) for index in (indices if isinstance(indices, list) else [indices])]
 
 
 def begin_resets(pool: Any) -> None:
-    """Let all environments of a pool begin to reset; its own ``reset`` waits for their end."""
+    """Start the resets of all environments of a pool; its ``reset`` waits for their end."""
     from tensordict import NonTensorData, TensorDict, lazy_stack
 
     sizes = enumerate(pool.env_batch_sizes)
@@ -115,29 +115,29 @@ def _first(nested: Any) -> Any:
     return nested
 
 
-# What runs in the threads of a pool, by kind, each with the attribute that counts it.
-_UNDER_WAY = (
+# The attributes with futures of a pool of threads, each with the attribute that counts them.
+_PENDING = (
     ("_step_and_maybe_reset_futures", "_current_step_reset"),
     ("_reset_futures", "_current_reset"),
 )
 
 
 def steps_under_way(pool: Any) -> list[Future[Any]]:
-    """The steps and resets of a pool of threads that were not received yet."""
-    return [future for futures, _ in _UNDER_WAY for future in getattr(pool, futures, ())]
+    """The steps and resets of a pool of threads whose results were not received yet."""
+    return [future for futures, _ in _PENDING for future in getattr(pool, futures, ())]
 
 
 def forget_steps(pool: Any) -> bool:
-    """Forget the results and errors of a pool's steps, which have ended.
+    """Forget the results and errors of a pool's steps, all of which have ended.
 
-    torchrl's pool of threads keeps a step that has failed, and would raise its error for ever.
+    torchrl's pool of threads keeps a failed step, and would raise its error at every call.
 
     Returns:
-        Whether the environments can be reset; those of a pool of processes that failed cannot.
+        Whether the environments can be reset, unlike those of a pool of processes that failed.
     """
-    if not hasattr(pool, _UNDER_WAY[0][0]):
+    if not hasattr(pool, _PENDING[0][0]):
         return False
-    for futures, count in _UNDER_WAY:
+    for futures, count in _PENDING:
         setattr(pool, futures, [])
         setattr(pool, count, 0)
     pool._busy.clear()
@@ -145,9 +145,9 @@ def forget_steps(pool: Any) -> bool:
 
 
 def will_take_policy(part: Any) -> bool:
-    """Whether a part of an environment is a RetrieveKL that takes its collector's policy later.
+    """Whether a part of an environment is a RetrieveKL that will get its collector's policy.
 
-    It then computes with the policy's own weights.
+    It then computes with the weights of the policy itself.
     """
     from torchrl.envs.llm import RetrieveKL
 
@@ -158,13 +158,13 @@ def will_take_policy(part: Any) -> bool:
 
 
 def before_processes_start(collector: Any, prepare: Callable[[], dict[str, Any]]) -> None:
-    """Give a multi-process collector that is being made weight-sync schemes for its processes."""
+    """Give a multi-process collector, while it is made, weight-sync schemes for its processes."""
     start = getattr(collector, "_run_processes", None)
     if start is None or hasattr(collector, "procs"):
         return
 
     def prepare_and_start() -> None:
-        del collector._run_processes  # back to the collector's own
+        del collector._run_processes  # restores the method
         collector._weight_sync_schemes = prepare()
         start()
 
@@ -172,35 +172,35 @@ def before_processes_start(collector: Any, prepare: Callable[[], dict[str, Any]]
 
 
 def number_weights(context: Any, version: int | None) -> None:
-    """Tell an inference server, which would count updates, what version it computes with."""
+    """Set the version of an inference server, which would count updates otherwise."""
     if mark := getattr(context, "_mark_weight_update", None):
         mark(version)
 
 
 # Turns of collectors.
 
-# A collector calls the second as its policy, and makes it of the first where it is None.
+# A collector calls the second as its policy, and makes it from the first if it is None.
 UNCOMPILED_POLICY, COMPILED_POLICY = "_wrapped_policy_uncompiled", "_wrapped_policy_maybe_compiled"
 
 
 def carried_by(collector: Any) -> Any:
-    """The data of a collector's next step, if it has any."""
+    """The data of a collector's next step, or ``None``."""
     return getattr(collector, "_carrier", None)
 
 
 # vLLM's engines.
 
-# The call of the engine, and what makes a tensordict of its answers to tokens and to texts.
+# The call of the engine, and the methods that make a tensordict of its tokens or its texts.
 VLLM_CALLS = ("_call_generate", "_generate_from_tokens", "_generate_from_text")
 
 
 def engine_kind(wrapper: Any) -> str | None:
-    """Where torchrl's wrapper has its vLLM engine; ``None`` for another part of a policy."""
+    """Where the vLLM engine of torchrl's wrapper runs; ``None`` for another part of a policy."""
     return getattr(wrapper, "_model_type", None)
 
 
 def ray_buffer_client(buffer: Any) -> Any:
-    """The client by which other processes extend a buffer that is an actor; otherwise ``None``."""
+    """The client with which other processes extend an actor's buffer, or ``None``."""
     from torchrl.data.replay_buffers import ray_buffer
 
     clients = ray_buffer._RayReplayBufferClient, ray_buffer._LazyDistributedReplayClient

@@ -1,4 +1,4 @@
-"""What we need of transformers' private names."""
+"""The private names of transformers that fusedrl uses."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 def attention_of(config: Any) -> str | None:
-    """The implementation of attention that a configuration names, if it does."""
+    """The attention implementation that a configuration names, or ``None``."""
     return getattr(config, "_attn_implementation", None)
 
 
 def has_reentrant_checkpoints(module: Any) -> bool:
-    """Whether a module runs its layers in checkpoints that run a backward pass of their own."""
+    """Whether a module checkpoints its layers reentrantly, with nested backward passes."""
     options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
     on = module.training and getattr(module, "gradient_checkpointing", False)
     return bool(on and options.get("use_reentrant", True))
 
 
 def attention_functions(config: Any) -> list[Any]:
-    """What computes that attention and its masks; ``None`` for what a model has by itself."""
+    """The functions for that attention and its masks; ``None`` for those in the model itself."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,11 +31,12 @@ def attention_functions(config: Any) -> list[Any]:
 
 
 def in_checkpoint(config: Any) -> Callable[[str, Tensor], list[tuple[str, Tensor]]]:
-    """What a checkpoint has of a weight of the configuration's model, such as one for each expert.
+    """The function that converts a weight of the model to its checkpoint's form, such as per
+    expert.
 
     Raises:
-        ImportError, ValueError: before transformers 5 it has the weight itself, and a model that is
-            none of transformers' has no known checkpoint.
+        ImportError, ValueError: before transformers 5, which needs no conversion; or the model is
+            not one of transformers', so that its checkpoint is not known.
     """
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion

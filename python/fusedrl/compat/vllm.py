@@ -1,9 +1,9 @@
-"""What we need of vLLM beyond its documented interface.
+"""The names of vLLM beyond its documented interface that fusedrl uses.
 
-Nothing of vLLM is imported here before a word is used: a trainer of a server need not have it.
+vLLM is imported only in functions: a trainer that uses a server need not have it installed.
 """
 
-# vLLM has an environment of its own, which the linters do not see.
+# vLLM is not installed where the linters run.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# All of a model's, by the names of its checkpoint; each call begins again.
+# Returns a new iterator over all weights of a model, by the names of its checkpoint.
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
@@ -27,13 +27,13 @@ def runs_in_this_process(llm: Any) -> bool:
 
 
 def offline_engine_has_ended(llm: Any) -> bool:
-    """Whether the process of a ``vllm.LLM``'s engine has ended, where its calls never return."""
+    """Whether the process of a ``vllm.LLM``'s engine has ended: calls would never return."""
     client = llm.llm_engine.engine_core
     return client.resources.engine_dead or not client._finalizer.alive
 
 
 def register_backend(name: str, module: str, function: str) -> None:
-    """Make a weight-transfer backend known, unless it is; ``ImportError`` before vLLM 0.31."""
+    """Register a weight-transfer backend if it is not; ``ImportError`` before vLLM 0.31."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if name not in WeightTransferEngineFactory._registry:
@@ -41,7 +41,7 @@ def register_backend(name: str, module: str, function: str) -> None:
 
 
 def workers_of_this_engine() -> tuple[int, int, Any]:
-    """How many workers the engine of this process has, which one this is, and their CPU group."""
+    """The number of workers of this process's engine, this one's rank, and their CPU group."""
     from vllm.distributed.parallel_state import get_world_group
 
     world = get_world_group()
@@ -49,7 +49,7 @@ def workers_of_this_engine() -> tuple[int, int, Any]:
 
 
 def key_value_caches(vllm_config: Any) -> Iterator[Tensor]:
-    """The memory of keys and values of this worker's layers."""
+    """The KV caches of this worker's layers."""
     for layer in vllm_config.compilation_config.static_forward_context.values():
         cache: Any = getattr(layer, "kv_cache", None)
         for tensor in cache if isinstance(cache, list | tuple) else [cache]:
@@ -58,9 +58,9 @@ def key_value_caches(vllm_config: Any) -> Iterator[Tensor]:
 
 
 def connectors_that_keep(vllm_config: Any) -> list[str]:
-    """The KV connectors of an engine that have no way to drop what they have stored.
+    """The KV connectors of an engine that cannot drop what they have stored.
 
-    vLLM takes such a connector for one that has dropped it.
+    vLLM treats such a connector as if it had dropped it.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
@@ -83,19 +83,19 @@ def _connectors(vllm_config: Any) -> Iterator[Any]:
 
 
 def configured(vllm_config: Any) -> Any:
-    """The block in which vLLM's layers find their configuration, as while a model is loaded."""
+    """A block in which vLLM's layers find their configuration, as while a model is loaded."""
     from vllm.config import set_current_vllm_config
 
     return set_current_vllm_config(vllm_config)
 
 
 def model_without_memory(vllm_config: Any) -> Any:
-    """A model of the same classes on the meta device, which is not registered with the engine."""
+    """A model of the same classes on the meta device, not registered with the engine."""
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = copy.copy(vllm_config)
-    # Layers register themselves there by name, and the engine's own layers have the same names.
+    # Layers register themselves there by name, with the same names as the engine's layers.
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
@@ -105,7 +105,7 @@ def model_without_memory(vllm_config: Any) -> Any:
 
 
 def layers_that_load(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers that vLLM's loader treats: the first of those that it treats alike."""
+    """The layers that vLLM's loader processes, one of each kind that it processes alike."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     first = {}
@@ -122,21 +122,21 @@ def layers_that_load(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def started_layer(
     model: Any, layer: Any, vllm_config: Any, weights: Weights, device: torch.device
 ) -> Iterator[None]:
-    """Give one layer of a model without memory what it has once an engine has started.
+    """Give a layer of a model on meta the memory that it has after an engine has started.
 
     Args:
-        model: of :func:`model_without_memory`.
-        layer: the layer of it that has this memory until the block ends.
+        model: from :func:`model_without_memory`.
+        layer: a layer of this model, which has memory until the block ends.
         vllm_config: the configuration of the model.
-        weights: all of the model's.
-        device: where the layer's memory is.
+        weights: all weights of the model.
+        device: the device of the layer's memory.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
     bare = list(layer.parameters(recurse=False))
-    # A layer may have a parameter of another one, by whose name it is loaded: a router's bias.
+    # A layer may share a parameter with another one, by whose name it is loaded: a router's bias.
     places = [
         (module, name, index)
         for module in model.modules()
@@ -165,10 +165,10 @@ def started_layer(
 
 
 def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:
-    """Load weights into a model that has some already.
+    """Load weights into a model that has weights already.
 
     Raises:
-        Exception: that of ``model.load_weights``. The model can be loaded again.
+        Exception: from ``model.load_weights``. The model can be loaded again.
     """
     from vllm.model_executor.model_loader.reload.layerwise import (
         _place_kernel_tensors,
@@ -180,8 +180,8 @@ def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:
     with configured(vllm_config):
         initialize_layerwise_reload(model)
         for layer in model.modules():
-            # On CPUs, vLLM packs experts only while a layer has no kernel yet. CUDA graphs have the
-            # addresses of a GPU's kernels, which stay.
+            # On CPUs, vLLM packs experts only while a layer has no kernel. On GPUs, CUDA graphs
+            # have the addresses of the kernels, which stay.
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None and get_layerwise_info(layer).restore_device.type == "cpu":
                 layer.quant_method.moe_kernel = None
@@ -189,7 +189,7 @@ def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:
             model.load_weights(weights())
             finalize_layerwise_reload(model, vllm_config.model_config)
         except BaseException:
-            # Give the layers that have begun to load their former memory again.
+            # Give layers whose reload has begun their previous memory.
             model._do_torchao_reload = model._original_do_torchao_reload
             for layer in model.modules():
                 info = get_layerwise_info(layer)
@@ -201,11 +201,11 @@ def load_again(model: Any, vllm_config: Any, weights: Weights) -> None:
 
 
 def packed_product(layer: Any, like: Any) -> Tensor | None:
-    """A product of a linear layer that a CPU has packed into a copy that is no parameter.
+    """A product of a linear layer with weights that a CPU has packed, which are not a parameter.
 
     Args:
         layer: the layer that computes it.
-        like: the layer that says whether there is one, and of which width.
+        like: the layer that shows whether there are packed weights, and their width.
     """
     if not hasattr(like, "cpu_linear"):
         return None

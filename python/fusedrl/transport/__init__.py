@@ -1,12 +1,12 @@
-"""Tensordicts on the way to another process: one pickle, and one piece of memory.
+"""Serializes tensordicts for another process: one pickle, and one piece of memory.
 
-An ordinary pickle names the class, the attributes and the keys of every row of a stack, and carries
-the storage of a ragged column once for each row. Here all rows of one class with the same keys are
-one column, and so are their values under each key. Tensors are only numbers in the pickle, and lie
-in one piece of memory. ``docs/benchmarks.md`` compares this with what other libraries offer.
+An ordinary pickle has the class, the attributes and the keys of every row of a stack, and the
+storage of a ragged column once for each row. Here all rows of one class with the same keys form one
+column, and so do their values under each key. The pickle has only the numbers of tensors, which lie
+in one piece of memory. ``docs/benchmarks.md`` compares this with other libraries.
 
-A column in the pickle is a call that returns the list of its values: :class:`Packer` writes calls
-of the functions at the end of this file, and whoever reads the pickle makes them.
+In the pickle, a column is a call that returns the list of its values: :class:`Packer` writes calls
+of the functions at the end of this file, and unpickling makes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from fusedrl.compat import tensordict as compat
 
-# Where tensors are: their group, the first and the end; or the group and the index of each.
+# Positions of tensors: a group with the first index and the end; or a group and index for each.
 Places = tuple[int, int, int] | list[tuple[int, int]]
 ALIGNMENT = 64
 _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -51,10 +51,10 @@ class Group(NamedTuple):
     shapes: list[torch.Size]
 
     def tensors(self, memory: np.ndarray[Any, Any]) -> list[Tensor]:
-        """Each over its own part of a flat array of bytes: a pickle of one has only its own."""
+        """The tensors, as separate views of ``memory``, a flat uint8 array."""
         try:
             kind = torch.empty(0, dtype=self.dtype).numpy().dtype
-        except TypeError:  # numpy has no such numbers
+        except TypeError:  # numpy lacks this dtype
             kind = np.dtype(f"i{self.dtype.itemsize}")
         ends = [*accumulate(map(math.prod, self.shapes), initial=0)]
         whole = memory[self.offset : self.offset + ends[-1] * kind.itemsize].view(kind)
@@ -67,7 +67,7 @@ class Group(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What restores a value from ``nbytes`` of memory: a pickle, and where each tensor lies."""
+    """What restores a value from ``nbytes`` of memory: a pickle, and where each tensor is."""
 
     structure: bytes
     groups: list[Group]
@@ -75,7 +75,7 @@ class Contents(NamedTuple):
 
 
 class Serialized(NamedTuple):
-    """Contents and their memory, to be sent; ``device`` is that of the first tensor, if any."""
+    """Contents and their memory, to send; ``device`` is that of the first tensor, if any."""
 
     contents: Contents
     memory: np.ndarray[Any, Any]
@@ -83,16 +83,16 @@ class Serialized(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function that is called with these arguments when the pickle is read."""
+    """A function call that is made when the pickle is read."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
 class Packer(pickle.Pickler):
-    """Takes one value apart: ``contents``, and tensors that are to be copied.
+    """Splits a value into ``contents`` and the tensors to copy.
 
-    A tensor that occurs twice stays one; a tensordict becomes two. Of locks, the outermost is kept.
+    A tensor that occurs twice stays one; a tensordict becomes two. The outermost lock is kept.
 
     Args:
         value: anything that can be pickled.
@@ -108,7 +108,7 @@ class Packer(pickle.Pickler):
         self.dump(value)
         groups: list[Group] = []
         offset = 0
-        known: dict[torch.Size, torch.Size] = {}  # equal shapes are one object in a pickle
+        known: dict[torch.Size, torch.Size] = {}  # pickle stores one object once
         for (dtype, _), (_, members) in self._members.items():
             shapes = [known.setdefault(shape, shape) for shape in map(attrgetter("shape"), members)]
             groups.append(Group(dtype, offset, shapes))
@@ -134,7 +134,7 @@ class Packer(pickle.Pickler):
                 whole.copy_(torch.cat(flat))
 
     def reducer_override(self, obj: Any) -> Any:
-        """What restores an object that is not pickled as usual: a function and its arguments."""
+        """How to pickle an object with special handling: as a function and its arguments."""
         cls = type(obj)
         if cls is Call:
             return obj
@@ -149,12 +149,12 @@ class Packer(pickle.Pickler):
         if self._share and obj.is_cuda:
             return reduce_tensor(obj.detach())  # the memory stays where it is
         if obj.is_nested and obj.layout == torch.strided:
-            # pickle's own would restore a view from the start of its storage, wherever it began.
+            # pickle itself would restore a view at the start of its storage, not at its offset.
             return Call(torch.nested.as_nested_tensor, (obj.detach().unbind(), obj.dtype))
         return NotImplemented
 
     def _are_dense(self, tensors: list[Tensor]) -> bool:
-        """Whether tensors are plain memory that is to be copied."""
+        """Whether all tensors are plain memory that is to be copied."""
         return not any(
             t.layout != torch.strided
             or (t.is_nested or t.is_meta or t.dtype in _QUANTISED)
@@ -201,10 +201,10 @@ class Packer(pickle.Pickler):
         return Call(_records_of, (cls, states))
 
     def _attribute(self, cls: type, name: str, values: list[Any]) -> Any:
-        """A column of what records have as one attribute; ``None`` if it is left out."""
+        """A column with one attribute of all records; ``None`` if it is left out."""
         if name in compat.CACHES:
             return None
-        if name == compat.LOCKED:  # of a stack, None asks its rows
+        if name == compat.LOCKED:  # None: a stack reads it from its rows
             return _plain([False if cls is TensorDict else None] * len(values))
         if name == compat.ROWS:
             rows = self._column(list(chain.from_iterable(values)))
@@ -228,7 +228,7 @@ class Packer(pickle.Pickler):
 
 @cache
 def _is_record(cls: type) -> bool:
-    """Whether objects of a class consist of their ``__dict__`` alone."""
+    """Whether the ``__dict__`` of its objects is all that a class pickles."""
     names = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__")
     return cls in (TensorDict, LazyStackedTensorDict, NonTensorStack) or (
         is_tensorclass(cls) and all(getattr(cls, n) is getattr(NonTensorData, n) for n in names)
@@ -236,7 +236,7 @@ def _is_record(cls: type) -> bool:
 
 
 def _plain(values: list[Any]) -> Any:
-    """A column of values that are no tensors or tensordicts."""
+    """A column of values that are neither tensors nor tensordicts."""
     first, classes = values[0], set(map(type, values))
     # Values of two classes may be equal, as 1 and True are, or not comparable, as arrays are not.
     if len(classes) == 1 and classes <= _CONSTANTS and values.count(first) == len(values):
@@ -245,8 +245,8 @@ def _plain(values: list[Any]) -> Any:
 
 
 def put_together(contents: Contents, memory: np.ndarray[Any, Any]) -> Any:
-    """Restore the value; its tensors lie in ``memory``, a flat array of bytes, without a copy."""
-    # Many new objects would make the garbage collector search all that there are, again and again.
+    """Restore the value; its tensors are views of ``memory``, a flat uint8 array."""
+    # With many new objects, the garbage collector would search all existing ones repeatedly.
     enabled = gc.isenabled()
     try:
         gc.disable()
@@ -257,7 +257,7 @@ def put_together(contents: Contents, memory: np.ndarray[Any, Any]) -> Any:
 
 
 def serialize(value: Any) -> Serialized:
-    """``value`` with its dense tensors copied to the CPU, without their gradient graphs."""
+    """Serialize a value; dense tensors are copied to the CPU, without autograd history."""
     packer = Packer(value)
     memory = torch.empty(packer.contents.nbytes, dtype=torch.uint8)
     packer.copy(memory)
@@ -266,7 +266,7 @@ def serialize(value: Any) -> Serialized:
 
 def deserialize(serialized: Serialized) -> Any:
     """The value that was serialized; its tensors lie in one piece of memory."""
-    # The memory of a message is read-only, so it is copied.
+    # Copied, since the memory of a message is read-only.
     return put_together(serialized.contents, serialized.memory.copy())
 
 
@@ -277,11 +277,11 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        # No method: this unpickler remembers what it found, and would keep itself and all tensors.
+        # Not a bound method: the unpickler's memo would then keep itself and all tensors alive.
         return partial(found, self._groups) if found is _tensors_of else found
 
 
-# What a pickle calls as it is read.
+# Functions that a pickle calls while it is read.
 
 
 def _only(values: list[Any], locked: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""A weight channel into vLLM: whole versions for its engines, and the version of each token."""
+"""The weight channel for vLLM: engines load whole versions and report them for each token."""
 
 from fusedrl.vllm.token_versions import token_versions
 from fusedrl.vllm.weights import EngineWeights

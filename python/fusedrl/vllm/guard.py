@@ -1,4 +1,4 @@
-"""Brings an update of a server to its end if the trainer ends in its middle."""
+"""Completes an update of a server if its trainer ends in the middle."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import threading
 from typing import Any
 
 from fusedrl.vllm.engines import Server
-from fusedrl.vllm.update import bring, run_calls
+from fusedrl.vllm.update import load_leased, run_calls
 
-_LOOK = 0.5  # seconds within which the end of a trainer is noticed
-_SETTLED = 1.0  # seconds after which all its calls have reached the engine
+_POLL_S = 0.5  # between two checks whether a trainer has ended
+_GRACE_S = 1.0  # after which all calls of a trainer that ended have reached the engine
 _TRIES = 5
 
 logger = logging.getLogger("fusedrl")
@@ -22,10 +22,10 @@ logger = logging.getLogger("fusedrl")
 def guard(server: str, address: dict[str, Any], version: int, stays: bool) -> threading.Event:
     """Watch a trainer from a worker of the server that it updates.
 
-    It watches the process: a trainer that has closed its channel may update the server still.
+    It watches the process, since a trainer may close its channel and still update the server.
 
     Returns:
-        Whether the update is over: set by who ends it, and by this when it has ended it.
+        An event that is set when the update is over, by whoever ends it or by this guard.
     """
     over, engine = threading.Event(), Server(server)
 
@@ -34,15 +34,15 @@ def guard(server: str, address: dict[str, Any], version: int, stays: bool) -> th
             with contextlib.suppress(ProcessLookupError):  # it has ended already
                 _wait_for_end(address["pid"], over)
             for _ in range(_TRIES):
-                if over.wait(_SETTLED):
+                if over.wait(_GRACE_S):
                     return
                 try:
                     if run_calls(engine.ask(engine.is_paused)):
-                        run_calls(bring(engine, address, version, stays))
-                        logger.warning("update: its trainer has gone, the server goes on alone")
+                        run_calls(load_leased(engine, address, version, stays))
+                        logger.warning("update: its trainer has ended; the server completed it")
                     return
                 except Exception:
-                    logger.exception("update: its trainer has gone, and the engine is paused still")
+                    logger.exception("update: its trainer has ended, but the engine is paused")
         finally:
             over.set()
 
@@ -56,7 +56,7 @@ def _wait_for_end(trainer: int, over: threading.Event) -> None:
     try:
         ended = select.poll()
         ended.register(process)
-        while not over.wait(_LOOK) and not ended.poll(0):
+        while not over.wait(_POLL_S) and not ended.poll(0):
             pass
     finally:
         os.close(process)

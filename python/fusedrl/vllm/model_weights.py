@@ -1,4 +1,4 @@
-"""Loads weights under the names of a checkpoint into a vLLM model, which has other names."""
+"""Loads weights with the names of a checkpoint into a vLLM model, which has other names."""
 
 from __future__ import annotations
 
@@ -18,59 +18,58 @@ from fusedrl.channel.tensors import described
 from fusedrl.compat import transformers, vllm
 from fusedrl.compat.torch import DispatchMode, storage_of, writes
 
-# What a checkpoint has of a weight of the trainer's model, under which names.
+# The names and tensors that a checkpoint has for one weight of the trainer's model.
 InCheckpoint = Callable[[str, Tensor], list[tuple[str, Tensor]]]
 
 logger = logging.getLogger("fusedrl")
 
 
 class ModelWeights:
-    """Loads the versions of a layout into one model of vLLM's.
+    """Loads versions of a layout into a vLLM model.
 
     Attributes:
-        unused: a message for each weight that this stage of a pipeline does not use; some stage
-            has to.
+        unused: a message for each weight that this pipeline stage does not use; some stage has to.
 
     Raises:
-        ValueError: the weights are not those of the model; the message lists what does not fit.
+        ValueError: the weights are not those of the model; the message lists the differences.
     """
 
     def __init__(self, model: Any, vllm_config: Any, layout: Layout) -> None:
         self._model = model
         self._config = vllm_config
         self._layout = layout
-        self._names, self._in_checkpoint, self.unused = _way_in(vllm_config, layout)
-        # A load that failed may have left layers which the next one treats in another way.
-        self._is_known_to_load = False
+        self._names, self._in_checkpoint, self.unused = _match_checkpoint(vllm_config, layout)
+        # A failed load resets this: it may leave layers that the next load treats differently.
+        self._is_verified = False
 
     @torch.no_grad()
     def load(self, views: Sequence[Tensor]) -> None:
-        """Load the version of these views; after an error of the model it can be loaded again.
+        """Load the version of these views; after an error it can be loaded again.
 
         Raises:
-            RuntimeError: the model has other weights than an engine that starts with this version.
+            RuntimeError: the model has other weights than an engine started with this version.
         """
-        known, self._is_known_to_load = self._is_known_to_load, False
-        # What a load leaves as it was is right if the engine has started with these weights. So
-        # others are loaded first, which no model has.
-        others = [view.new_full((), 0.3).expand(view.shape) for view in views]
-        for given in [views] if known else [others, views]:
-            weights = partial(self._given, given)
+        is_verified, self._is_verified = self._is_verified, False
+        # Weights that a reload skips look right if the engine started with the same ones. So a
+        # load that is not verified is preceded by one of dummy values, which no model has.
+        dummies = [view.new_full((), 0.3).expand(view.shape) for view in views]
+        for values in [views] if is_verified else [dummies, views]:
+            weights = partial(self._checkpoint_weights, values)
             vllm.load_again(self._model, self._config, weights)
-            if not known and (wrong := self._wrong_after(weights)):
+            if not is_verified and (wrong := self._mismatches(weights)):
                 raise RuntimeError(
-                    "engine: expected the weights that it would start with, got others after vLLM "
-                    "had loaded them again; start a new engine for each version" + listed(wrong)
+                    "engine: expected a reload to give the weights of a new engine, got other "
+                    "weights; start a new engine for each version" + listed(wrong)
                 )
-        self._is_known_to_load = True
+        self._is_verified = True
 
-    def _given(self, views: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _checkpoint_weights(self, views: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
         for name in self._names:
             yield from self._in_checkpoint(name, views[self._layout.view_of[name]])
 
-    def _wrong_after(self, weights: vllm.Weights) -> list[str]:
-        """What a start with these weights would make otherwise, in one layer of each kind."""
-        # With enable_lora, layers are within others of vLLM's.
+    def _mismatches(self, weights: vllm.Weights) -> list[str]:
+        """The tensors, in one layer of each kind, that a new engine would have otherwise."""
+        # With enable_lora, vLLM wraps layers in other layers.
         layers = {
             name.replace(".base_layer", ""): layer
             for name, layer in self._model.named_modules()
@@ -87,48 +86,51 @@ class ModelWeights:
                 wrong += [
                     f"{name}.{what}"
                     for what, value in expected.items()
-                    if value is not None and not _same(actual.get(what), value)
+                    if value is not None and not _same_bytes(actual.get(what), value)
                 ]
         return wrong
 
 
-def _way_in(config: Any, layout: Layout) -> tuple[list[str], InCheckpoint, list[str]]:
-    """The names of a layout that a model needs, and what its checkpoint has of each.
+def _match_checkpoint(config: Any, layout: Layout) -> tuple[list[str], InCheckpoint, list[str]]:
+    """Match a layout to a model's checkpoint.
 
-    Tied names are among them if the model takes them, as it may have packed a copy for each. The
-    third are messages, one for each weight that this stage of a pipeline does not use.
+    Both of two tied names are loaded if the model accepts both, as it may have packed two copies.
+
+    Returns:
+        The names that the model needs, the form that they have in its checkpoint, and a message for
+        each weight that this pipeline stage does not use.
 
     Raises:
-        ValueError: the model does not take all of these weights, or needs others.
+        ValueError: the model does not accept all of these weights, or needs others.
     """
     stored = [entry.name for entry in layout.stored]
     if config.model_config.quantization is not None:
         logger.info("weights: names and shapes of a quantised model are not checked beforehand")
-        return stored, next(_forms(config)), []
+        return stored, next(_checkpoint_forms(config)), []
     entries = {entry.name: entry for entry in layout.entries}
     choices = [list(entries), stored] if len(entries) > len(stored) else [stored]
-    # Each stage of a pipeline uses a part.
+    # Each stage of a pipeline uses some of the weights.
     in_stages = config.parallel_config.pipeline_parallel_size > 1
     differences: list[str] = []
-    for in_checkpoint in _forms(config):
+    for in_checkpoint in _checkpoint_forms(config):
         for names in choices:
             given = _converted([entries[name] for name in names], in_checkpoint)
             unused, wrong = _differences(config, given)
             if not wrong and (in_stages or not unused):
                 return names, in_checkpoint, unused
-            # Where the model has not the other form either, those of the first are reported.
+            # If neither form fits, the differences of the first are reported.
             differences = differences or unused + wrong
     raise ValueError(
         f"channel: expected the weights of {config.model_config.architecture} as its checkpoint "
-        "has them, got others; create the channel from the model that the engine runs, from a peft "
-        "model with merge_adapters=True, or from a dict with the names of its checkpoint"
+        "has them, got other weights; create the channel from the model that the engine runs, from "
+        "a peft model with merge_adapters=True, or from a dict with the names of its checkpoint"
         + listed(differences)
     )
 
 
-def _forms(config: Any) -> Iterator[InCheckpoint]:
+def _checkpoint_forms(config: Any) -> Iterator[InCheckpoint]:
     yield lambda name, tensor: [(name, tensor)]
-    # No checkpoint of the model may be known.
+    # transformers may not know a checkpoint of the model.
     with contextlib.suppress(ImportError, ValueError):
         yield transformers.in_checkpoint(config.model_config.hf_config)
 
@@ -140,36 +142,36 @@ def _converted(entries: Sequence[Entry], in_checkpoint: InCheckpoint) -> list[En
             parts = in_checkpoint(entry.name, torch.empty(entry.shape, device="meta"))
         except (IndexError, RuntimeError) as error:
             raise ValueError(
-                f"channel: expected a {entry.name} that a checkpoint has in parts, got "
-                f"{described(entry)}, of which transformers says {error}; create the channel from "
-                "the model that the engine runs"
+                f"channel: expected a {entry.name} that transformers can convert, got "
+                f"{described(entry)} and the error {error}; create the channel from the model that "
+                "the engine runs"
             ) from error
         converted += [replace(entry, name=name, shape=tuple(x.shape)) for name, x in parts]
     return converted
 
 
 def _differences(config: Any, entries: Sequence[Entry]) -> tuple[list[str], list[str]]:
-    """What a model does not use of some weights, and what it refuses or lacks; a message each.
+    """What a model does not use of the weights, and what it refuses or lacks; a message each.
 
-    They are tried on a copy of the model. Neither has memory.
+    They are loaded into a copy of the model. Neither the weights nor the copy use memory.
     """
     model = vllm.model_without_memory(config)
-    # One element stands for all of a tensor. Tensors on meta could not be copied from.
+    # Expanded from one element each, since nothing can be copied from meta tensors.
     weights = {e.name: torch.zeros((), dtype=e.dtype).expand(e.shape) for e in entries}
-    copies = _Copies({storage_of(tensor): name for name, tensor in weights.items()})
+    copies = _CopyRecorder({storage_of(tensor): name for name, tensor in weights.items()})
     last = ""
 
-    def given() -> Iterator[tuple[str, Tensor]]:
+    def recorded() -> Iterator[tuple[str, Tensor]]:
         nonlocal last
         for last in weights:
             yield last, weights[last]
-        last = ""  # they may all be taken before one is loaded
+        last = ""  # the model may read all before it loads one
 
     try:
         with copies, vllm.configured(config), torch.no_grad():
-            model.load_weights(given())
+            model.load_weights(recorded())
     except Exception as error:
-        return [], [f"{last or 'weights'}: {type(error).__name__}: {error or 'of another shape'}"]
+        return [], [f"{last or 'weights'}: {type(error).__name__}: {error or 'wrong shape'}"]
     unused = [
         f"{entry.name}: expected no such entry, got {described(entry)}"
         for entry in entries
@@ -184,8 +186,8 @@ def _differences(config: Any, entries: Sequence[Entry]) -> tuple[list[str], list
     return unused, missing
 
 
-class _Copies(DispatchMode):
-    """Records which sources are used, and how many elements of each destination are filled."""
+class _CopyRecorder(DispatchMode):
+    """Records which sources are used, and how many elements of each target are written."""
 
     def __init__(self, sources: dict[int, str]) -> None:
         super().__init__()
@@ -206,8 +208,8 @@ class _Copies(DispatchMode):
         return result
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    """Also where they are NaN."""
+def _same_bytes(one: Tensor | None, other: Tensor) -> bool:
+    """Whether tensors have equal bytes, so that NaN equals NaN."""
     if one is None or one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""How a vLLM engine finds the weight channel: an entry point that each of its processes calls."""
+"""The entry point that makes the channel known to vLLM, called in each of its processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ logger = logging.getLogger("fusedrl")
 
 
 def register() -> None:
-    """Make ``backend="fusedrl"`` known to this process's vLLM; may be called again.
+    """Register ``backend="fusedrl"`` with this process's vLLM; may be called again.
 
-    A vLLM without weight transfer is left alone, so that engines start which do not ask for the
-    backend. To those that do, vLLM says that there is no such option.
+    A vLLM without weight transfer is left alone, so that engines without the backend start. For
+    engines with it, vLLM reports an unknown option.
     """
     try:
         register_backend(BACKEND, "fusedrl.vllm.worker", "ChannelWeightTransferEngine")

@@ -1,6 +1,6 @@
-"""Keeps the vLLM engine of torchrl's policies at a channel, and reports each token's version."""
+"""Keeps the vLLM engine of torchrl's policies at a channel; reports each token's version."""
 
-# vLLM has an environment of its own, which the linters do not see.
+# vLLM is not installed where the linters run.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from fusedrl.vllm.update import Update, run_calls
 
 
 def wrappers_in(policy: Any) -> list[Any]:
-    """The parts of a policy that have a ``vllm.LLM`` as their ``model``; all have the same one.
+    """The parts of a policy that have a ``vllm.LLM`` as their ``model``, the same for all.
 
     Raises:
-        TypeError: an engine that cannot be given weights through a channel.
+        TypeError: the engine cannot get weights through a channel.
         ValueError: the policy has several engines.
     """
-    # Importing vLLM takes seconds, and without an import the policy cannot have an engine.
+    # Not imported: that takes seconds, and a policy with an engine has imported vLLM.
     engine_class = getattr(sys.modules.get("vllm.entrypoints.llm"), "LLM", ())
     wrappers = []
     for part in policy.modules() if isinstance(policy, nn.Module) else [policy]:
         if engine_kind(part) in ("async_vllm", "ray_actor"):
             raise TypeError(
-                "policy: expected a vLLMWrapper of a vllm.LLM for weights out of a channel, got "
+                "policy: expected a vLLMWrapper of a vllm.LLM for weights from a channel, got "
                 f"one of {type(part.model).__name__}, whose engines run in Ray's actors and are "
                 "started for NCCL; make the LLM in the process of its collector, with "
                 "weight_transfer_config=WeightTransferConfig(backend='fusedrl')"
@@ -45,8 +45,8 @@ def wrappers_in(policy: Any) -> list[Any]:
             wrappers.append(part)
     if any(wrapper.model is not wrappers[0].model for wrapper in wrappers):
         raise ValueError(
-            "policy: expected one vLLM engine, whose weights a channel has, got several; give each "
-            "a collector of its own"
+            "policy: expected one vLLM engine, whose weights a channel has, got several; use one "
+            "collector for each"
         )
     return wrappers
 
@@ -55,15 +55,15 @@ _FOLLOWERS: weakref.WeakSet[EngineFollower] = weakref.WeakSet()
 
 
 class EngineFollower(Follower):
-    """Keep a policy's ``vllm.LLM`` at the newest version, between calls and never during one.
+    """Keeps a policy's ``vllm.LLM`` at the newest version, which changes only between calls.
 
-    As long as it is followed, torchrl's wrappers report the version of each token, if vLLM does
-    (from 0.32 on). What the engine has started with is version 0. The engine opens the channel
-    itself, by its ``handle``; ``reader`` tells what is published.
+    Meanwhile torchrl's wrappers report the version of each token if vLLM does (from 0.32 on). The
+    weights that the engine started with are version 0. The engine opens the channel itself, by its
+    ``handle``; the ``reader`` shows what is published.
 
     Raises:
-        ValueError: the engine was started without the backend, another follower has it, or its
-            model has other weights than the channel.
+        ValueError: the engine was started without the backend, has another follower, or its model
+            has other weights than the channel.
     """
 
     def __init__(self, handle: WeightHandle, reader: WeightReader, policy: Any) -> None:
@@ -76,41 +76,41 @@ class EngineFollower(Follower):
         self._update = Update(engine, handle, reader)
         if any(other.engine is self.engine for other in list(_FOLLOWERS)):
             raise ValueError(
-                "policy: expected an engine that nothing else gives weights to, got one that "
+                "policy: expected an engine that nothing else updates, got one that "
                 "follows a channel already; shut down the other collector first"
             )
         try:
-            run_calls(self._update.tell())
-        except Exception as error:  # errors of an engine in another process have lost their class
+            run_calls(self._update.send())
+        except Exception as error:  # another process does not preserve its class
             raise ValueError(
                 f"channel: expected one that the policy's engine can read: {error}"
             ) from error
         # It may have a label from another channel, which means nothing in this one.
-        run_calls(engine.ask(engine.name, STARTED_WITH))
-        engine.has = None  # whatever it has is loaded again under its number
-        tells = hasattr(CompletionOutput, "weight_versions")
-        of_torchrl = (w for w in wrappers if tells and engine_kind(w) and w.generate)
+        run_calls(engine.ask(engine.set_label, STARTED_WITH))
+        engine.loaded = None  # so that its version is loaded again, with its number
+        has_versions = hasattr(CompletionOutput, "weight_versions")
+        of_torchrl = (w for w in wrappers if has_versions and engine_kind(w) and w.generate)
         self._reports = [ReportedVersions(wrapper) for wrapper in of_torchrl]
         _FOLLOWERS.add(self)
 
     def _switch(self) -> None:
         newest, update = self.reader.version, self._update
         with update.engine.lock:
-            # It may have that from an update that is not this follower's.
-            is_there = update.engine.has == (self.reader.session, newest)
-            self.version = newest if is_there else run_calls(update.run(newest))
+            # It may have been loaded by an update outside this follower.
+            is_loaded = update.engine.loaded == (self.reader.session, newest)
+            self.version = newest if is_loaded else run_calls(update.run(newest))
 
     def close(self, detach: bool = True) -> None:
-        """Stop following the channel; the engine keeps the version that it has."""
+        """Stop following the channel; the engine keeps its version."""
         while self._reports:
             self._reports.pop().remove()
         _FOLLOWERS.discard(self)
 
 
 class ReportedVersions:
-    """Lets torchrl's ``vLLMWrapper`` report the version of each token that it generates.
+    """Makes torchrl's ``vLLMWrapper`` report the version of each token that it generates.
 
-    They come under ``"token_policy_version"`` as int64, in the form of the tokens of the response:
+    The versions are int64 under ``"token_policy_version"``, in the form of the response's tokens:
     ragged, or padded with -1.
     """
 
@@ -124,7 +124,7 @@ class ReportedVersions:
             setattr(wrapper, name, partial(call, getattr(wrapper, name)))
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The wrapper's call of its engine."""
+        """Call the engine, and keep its completions."""
         requests = generate(*args, **kwargs)
         listed = requests if isinstance(requests, list) else [requests]
         self._call.completions = [made for request in listed for made in request.outputs]
@@ -132,7 +132,7 @@ class ReportedVersions:
 
     @set_list_to_stack(True)
     def _report(self, made: Callable[..., TensorDictBase], *args: Any, **kwargs: Any) -> Any:
-        """What the wrapper makes of the engine's answers, with their versions added."""
+        """Add the versions to the tensordict that the wrapper makes of the completions."""
         out = made(*args, **kwargs)
         versions = [token_versions(completion) for completion in self._call.completions]
         del self._call.completions

@@ -1,4 +1,4 @@
-"""The trainer's side: publishes weights, lets an engine load them, and knows its version."""
+"""The trainer's side: publishes weights, and makes an engine load them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from typing import Any
 from fusedrl.channel import WeightChannel
 from fusedrl.channel.checks import seconds
 from fusedrl.vllm.engines import InFlight, engine_of
-from fusedrl.vllm.update import Update, run_calls, to_its_end
+from fusedrl.vllm.update import Update, run_calls, shielded
 
-_LOOK_S = 0.005  # between two looks at whether another update in the event loop has ended
+_POLL_S = 0.005  # between two attempts to begin while another update runs
 
 
 class EngineWeights:
-    """Keeps a vLLM engine at the versions of a weight channel.
+    """Loads the versions of a weight channel into a vLLM engine.
 
-    What is refused leaves the engine as it is. A load that fails in its middle is repeated, and if
-    that fails too, the engine answers nothing until an update succeeds. The number of the version
-    is the channel's everywhere: in the engine, in ``CompletionOutput.weight_versions`` of each
-    request, and here.
+    An update that is refused leaves the engine unchanged. A load that fails midway is repeated; if
+    that fails too, the engine answers nothing until an update succeeds. The channel's version
+    numbers are used here, in the engine, and in ``CompletionOutput.weight_versions``.
 
     Args:
         channel: a channel with the weights of the engine's model, under the names of its
-            checkpoint: that of a peft model with ``merge_adapters=True``. It is not closed here.
+            checkpoint; for a peft model, with ``merge_adapters=True``. It is not closed here.
         engine: a ``vllm.LLM``, an ``AsyncLLM``, or the address of a server that runs with
-            ``VLLM_SERVER_DEV_MODE=1``, whose workers call this address too. It runs on this machine
-            and was started with ``WeightTransferConfig(backend="fusedrl")``. No other thread may be
-            within ``generate()`` of an ``LLM`` during an update.
-        in_flight: what happens to running requests. With ``"recompute"`` they go on, and the keys
-            and values of their tokens are computed again with the new weights. With ``"wait"`` the
-            update begins when they have ended.
+            ``VLLM_SERVER_DEV_MODE=1``, whose workers call this address too. It has to run on this
+            machine, with ``WeightTransferConfig(backend="fusedrl")``. During an update, no other
+            thread may be within ``generate()`` of an ``LLM``.
+        in_flight: what happens to running requests. With ``"recompute"`` they continue, and the
+            KV cache of their tokens is recomputed with the new weights. With ``"wait"`` the update
+            begins when they have finished.
         timeout: seconds that the engine's workers wait for a version.
 
     Raises:
@@ -61,12 +60,12 @@ class EngineWeights:
         if in_flight not in ("recompute", "wait"):
             raise ValueError(
                 f"in_flight: expected 'recompute' or 'wait', got {in_flight!r}; 'recompute' lets "
-                "running requests go on, 'wait' lets them end first"
+                "running requests continue, 'wait' lets them finish first"
             )
         if not channel.holds:
             raise ValueError(
-                "channel: expected one with slots, got that of another rank of a sharded model; "
-                "call publish() there, and update the engine where channel.holds is true"
+                "channel: expected one with slots, got that of a rank without slots; call "
+                "publish() on this rank, and update the engine where channel.holds is true"
             )
         timeout = seconds("timeout", timeout)
         self.channel = channel
@@ -74,7 +73,7 @@ class EngineWeights:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine has loaded last; ``None`` before the first."""
+        """The version that the engine loaded last, ``None`` before the first."""
         return self._update.version
 
     def update(self, weights: Any = None, version: int | None = None) -> int:
@@ -88,14 +87,15 @@ class EngineWeights:
             The version that the engine has: a later one if another thread published in between.
 
         Raises:
-            ValueError, RuntimeError: weights that do not fit, the engine refused, or it has failed
-                to load them twice, which the message says.
+            ValueError, RuntimeError: the weights do not fit, the engine refuses them, or loading
+                them has failed twice.
             TypeError: the engine is an ``AsyncLLM``.
         """
         return self._run(lambda: self.channel.publish(weights, version))
 
     def load(self) -> int:
-        """Let the engine load what is published last, such as by the update of another engine.
+        """Make the engine load the newest published version, such as one of another engine's
+        update.
 
         Returns, Raises: as :meth:`update`; ``RuntimeError`` also if nothing is published.
         """
@@ -111,24 +111,24 @@ class EngineWeights:
             return run_calls(self._update.run(publish()))
 
     async def update_async(self, weights: Any = None, version: int | None = None) -> int:
-        """As :meth:`update`, in the event loop of an ``AsyncLLM``, which goes on meanwhile.
+        """Like :meth:`update`, in the event loop of an ``AsyncLLM``, which keeps running meanwhile.
 
         A cancellation takes effect after the update that is running.
         """
         return await self._run_in_loop(lambda: self.channel.publish(weights, version))
 
     async def load_async(self) -> int:
-        """As :meth:`load`, in the event loop of an ``AsyncLLM``."""
+        """Like :meth:`load`, in the event loop of an ``AsyncLLM``."""
         return await self._run_in_loop(lambda: self.channel.version)
 
     async def _run_in_loop(self, publish: Callable[[], int | None]) -> int:
         lock = self._update.engine.lock
-        while not lock.acquire(blocking=False):  # a thread that waits for it could not be cancelled
-            await asyncio.sleep(_LOOK_S)
+        while not lock.acquire(blocking=False):  # waiting in a thread could not be cancelled
+            await asyncio.sleep(_POLL_S)
         try:
-            update = self._update.run(await to_its_end(asyncio.to_thread(publish)))
+            update = self._update.run(await shielded(asyncio.to_thread(publish)))
             if not self._update.engine.in_loop:
-                update = to_its_end(asyncio.to_thread(run_calls, update))
+                update = shielded(asyncio.to_thread(run_calls, update))
             return await update
         finally:
             lock.release()

@@ -1,6 +1,6 @@
-"""The end of a weight channel within a worker of a vLLM engine."""
+"""The weight channel's end in a worker of a vLLM engine."""
 
-# vLLM has an environment of its own, which the linters do not see.
+# vLLM is not installed where the linters run.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ from fusedrl.vllm.guard import guard
 from fusedrl.vllm.model_weights import ModelWeights
 from fusedrl.vllm.update import BUSY
 
-# CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Models that
-# generate no tokens do not have the latter.
-_RUNS = ("compute_logits", "forward")
+# CUDA graphs replay `forward` without calling it, so `compute_logits` is replaced too. Pooling
+# models have only `forward`.
+_RUN_METHODS = ("compute_logits", "forward")
 
 
 class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
-    """Load versions of a :class:`WeightChannel` into the model of a vLLM worker.
+    """Loads versions of a :class:`WeightChannel` into the model of a vLLM worker.
 
-    vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. A trainer's messages come to
-    :meth:`init_transfer_engine`, since vLLM's own calls for an update have to be begun and ended,
-    which a trainer that is killed in between does not do. All workers take each step or none does.
-    The lease is held until the update is over, so that a load can be repeated whether or not the
-    trainer lives.
+    vLLM makes one for ``WeightTransferConfig(backend="fusedrl")``. All messages of a trainer go to
+    :meth:`init_transfer_engine`: vLLM's own update has a begin and an end, and a trainer that is
+    killed would not end it. Each step is done by all workers or by none. The lease is held until
+    the update is over, so that a load can be repeated even after the trainer has died.
     """
 
-    # Any dict, as what vLLM refuses on its own is refused by each worker alone.
+    # Any dict: vLLM's own check would fail in each worker separately.
     init_info_cls = update_info_cls = dict
-    # The channel has the weights of the model, not those of its draft.
+    # The channel has the weights of the model, not of its draft model.
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
@@ -50,18 +49,18 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self._reader: WeightReader | None = None
         self._weights: ModelWeights | None = None
         self._lease: Lease | None = None  # of the update that is running
-        self._over = threading.Event()  # whether a server's update is; its guard's
+        self._over = threading.Event()  # set unless a server's update is running
         self._over.set()
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Do what a trainer asks for, in plain JSON; only become a reader if that is all it says.
+        """Handle a trainer's message, in plain JSON; with an address alone, only open the channel.
 
         Args:
             init_info: ``address`` has the fields of the channel's handle, with its secret.
-                ``lease`` begins an update: the ``version`` that all workers are to lease, the
-                seconds (``timeout``) that they wait for it, the address of a ``server``, which
-                outlives its trainer, and whether it ``stays`` paused after the update. ``load``
-                is the version that is leased, to load it, and ``over`` ends the update.
+                ``lease`` begins an update: the ``version`` to lease, the ``timeout`` in seconds,
+                the address of a ``server``, which outlives its trainer, and whether it ``stays``
+                paused afterwards. ``load`` is the leased version, which is loaded. ``over`` ends
+                the update.
         """
         workers = Workers(*workers_of_this_engine())
         with contextlib.suppress(FailedElsewhere):
@@ -98,7 +97,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self._over.set()
 
     def _open(self, workers: Workers, handle: WeightHandle) -> None:
-        """Read a channel whose weights are those of the model, unless another one is loaded."""
+        """Open a channel with the weights of the model, unless another update is running."""
         with contextlib.ExitStack() as opened:
 
             def fitting() -> tuple[WeightReader, ModelWeights]:
@@ -109,7 +108,7 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
                     raise ValueError(
                         "engine: expected a KV connector that drops what it has stored "
                         f"(reset_cache), got {', '.join(keeping)}, which would serve keys and "
-                        "values of former weights; start the engine without it"
+                        "values of old weights; start the engine without it"
                     )
                 return reader, ModelWeights(self.model, self.vllm_config, reader.layout)
 
@@ -121,15 +120,15 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.shutdown()
         self._reader, self._weights = reader, weights
 
-    def _take_lease(self, workers: Workers, address: dict[str, Any], asked: dict[str, Any]) -> None:
+    def _take_lease(self, workers: Workers, address: dict[str, Any], terms: dict[str, Any]) -> None:
         self._end()
 
         def lease() -> None:
             assert self._reader is not None
-            version, server = asked["version"], asked["server"]
+            version, server = terms["version"], terms["server"]
             if server is not None and workers.rank == 0:
-                Server(server).check_health()  # for the guard; before, it has no right to call
-            self._lease = self._reader.lease(version, asked["timeout"])
+                Server(server).check_health()  # the guard will need it
+            self._lease = self._reader.lease(version, terms["timeout"])
             if self._lease.version != version:
                 raise RuntimeError(
                     f"version: expected {version}, got a channel that has published "
@@ -137,11 +136,11 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
                 )
 
         workers.all_or_none(lease)
-        if asked["server"] is not None and workers.rank == 0:
-            self._over = guard(asked["server"], address, asked["version"], asked["stays"])
+        if terms["server"] is not None and workers.rank == 0:
+            self._over = guard(terms["server"], address, terms["version"], terms["stays"])
 
     def _load(self, workers: Workers, version: int, is_read: bool) -> None:
-        """Load the version that is leased, on all workers; again if that has failed before."""
+        """Load the leased version on all workers; may be repeated after a failure."""
         weights, lease = self._weights, self._lease
 
         def load() -> None:
@@ -156,26 +155,26 @@ class ChannelWeightTransferEngine(WeightTransferEngine[Any, Any]):
                 torch.accelerator.synchronize(self.device)
 
         workers.all_or_none(load)
-        for method in _RUNS:
+        for method in _RUN_METHODS:
             vars(self.model).pop(method, None)
 
 
 class FailedElsewhere(Exception):
-    """A step of all workers failed; the last of them raises why."""
+    """A step failed on some worker; the last worker raises the reason."""
 
 
 class Workers:
-    """The workers of one engine, of which this is number ``rank``, take each step together.
+    """The workers of one engine, of which this is number ``rank``, for collective steps.
 
-    vLLM stops reading answers at the first worker that failed, and would take those that are left
-    for answers to its next call. So only the last worker raises an error to it.
+    vLLM stops reading answers at the first worker that failed, and would mistake the remaining
+    answers for those of its next call. So only the last worker raises.
     """
 
     def __init__(self, size: int, rank: int, group: Any) -> None:
         self.size, self.rank, self._group = size, rank, group
 
     def gathered(self, value: Any) -> list[Any]:
-        """The values of all workers, which have to call this together."""
+        """The values of all workers; a collective call."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -183,7 +182,7 @@ class Workers:
         return values
 
     def all_or_none(self, attempt: Callable[[], Any]) -> Any:
-        """What ``attempt`` returns, or an error of all if it fails on one of the workers."""
+        """Return what ``attempt`` does, or raise on all workers if it fails on one; collective."""
         if self.size == 1:
             return attempt()
         value, failure = None, None
@@ -192,31 +191,31 @@ class Workers:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         failures = self.gathered(failure)
-        said = "; ".join(f"worker {rank}: {text}" for rank, text in enumerate(failures) if text)
-        if said:
-            raise RuntimeError(said) if self.rank == self.size - 1 else FailedElsewhere(said)
+        message = "; ".join(f"worker {rank}: {text}" for rank, text in enumerate(failures) if text)
+        if message:
+            raise RuntimeError(message) if self.rank == self.size - 1 else FailedElsewhere(message)
         return value
 
 
 @torch.no_grad()
 def clear_caches(vllm_config: Any) -> None:
-    """Zero the caches of keys and values, as those of weights that overflow may be NaN.
+    """Zero the KV cache: it may have NaN from weights that overflow.
 
-    vLLM gives their blocks to other requests as they are, and masks what is behind the end of a
-    request by a factor of zero, which does not hide NaN.
+    vLLM reuses blocks as they are, and masks positions behind the end of a request by a factor of
+    zero, which does not hide NaN.
     """
     caches = list(key_value_caches(vllm_config))
     for memory in {cache.untyped_storage().data_ptr(): cache for cache in caches}.values():
         data = memory.new_empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
-        # A connector may have told a network card where the memory's pages are.
-        if vllm_config.kv_transfer_config is not None or not _pages_given_back(data):
+        # A connector may have registered the pages with a network card.
+        if vllm_config.kv_transfer_config is not None or not _zero_by_madvise(data):
             data.zero_()
 
 
-def _pages_given_back(data: Tensor) -> bool:
-    """Zero private memory of a CPU in the time that its used part takes; ``False`` if it cannot.
+def _zero_by_madvise(data: Tensor) -> bool:
+    """Zero private CPU memory in the time that its used part takes; ``False`` if it cannot.
 
-    Linux makes new pages of zeros where memory is touched whose pages were given back.
+    Linux maps new pages of zeros where memory is used after MADV_DONTNEED.
     """
     begin = -data.data_ptr() % mmap.PAGESIZE
     count = (data.numel() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -235,9 +234,9 @@ def _refuse_to_run(model: nn.Module, version: int) -> None:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"model: expected weights of one version, got parts of two, as version {version} was "
-            "not loaded by all workers (see above); update them again before the engine generates"
+            "not loaded by all workers (see the log); update the engine again before it generates"
         )
 
-    for method in _RUNS:
+    for method in _RUN_METHODS:
         if hasattr(model, method):
             setattr(model, method, refuse)

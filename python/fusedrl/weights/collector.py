@@ -1,4 +1,4 @@
-"""A collector whose models follow a channel: where they are, their memory, and their versions."""
+"""Lets a collector's models follow a channel: finding, copying and tagging them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from fusedrl.compat import torchrl
 from fusedrl.vllm.policy import EngineFollower, wrappers_in
 
 logger = logging.getLogger("fusedrl")
-POLICY_STATE = "policy_state_dict"  # where a collector's state has the weights of its policy
+POLICY_STATE = "policy_state_dict"  # the policy's weights in a collector's state
 VERSION_KEY = "policy_version"
 
 
 def is_policy(model_id: Any) -> bool:
-    """Whether a model is a collector's policy, or a part of it."""
+    """Whether an id names a collector's policy, or a part of it."""
     return model_id.split(".")[0] == "policy"
 
 
 def find_model(collector: Any, model_id: Any) -> Any:
-    """A model of a collector by its attribute path; ``ValueError`` if this process has none."""
+    """A collector's model by its attribute path; ``ValueError`` if this process has none."""
     try:
         return collector.get_model(model_id)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -47,23 +47,23 @@ def find_model(collector: Any, model_id: Any) -> Any:
 
 
 def module_of(model: Any) -> nn.Module:
-    """The module that a model is, or has as its ``module``; ``TypeError`` if neither."""
+    """A model if it is a module, or its ``module``; ``TypeError`` if neither is one."""
     module = model if isinstance(model, nn.Module) else getattr(model, "module", None)
     if isinstance(module, nn.Module):
         return module
     raise TypeError(
-        f"model: expected a module, or what has one as .module, got {type(model).__name__}; pass "
-        "a module, or name the one in it, such as 'policy.actor', in weight_sync_schemes="
+        f"model: expected a module, or an object with a .module, got {type(model).__name__}; pass "
+        "a module, or name the module in it, such as 'policy.actor', in weight_sync_schemes="
     )
 
 
-class Newest:
-    """A torchrl collector's version tracker whose versions are those that a channel publishes.
+class ChannelVersionTracker:
+    """A torchrl version tracker whose version is the newest that a channel has published.
 
-    The transforms that tag frames have that of the current batch, which no update changes.
+    The transforms that tag frames have the version of the current batch, which no update changes.
     """
 
-    version_type = "a channel's"  # nobody else counts them
+    version_type = "a channel's"  # torchrl must not count them
 
     def __init__(self, reader: WeightReader) -> None:
         self._reader = reader
@@ -77,7 +77,7 @@ class Newest:
     def version(self, loaded: Any) -> None:
         logger.warning(
             "load_state_dict: expected weights through the channel, got those of version %s; "
-            "publish what the next batch shall have by update_policy_weights_()",
+            "publish the weights of the next batch with update_policy_weights_()",
             loaded,
         )
 
@@ -86,16 +86,16 @@ class Newest:
 
 
 def check_counts(tracker: Any) -> None:
-    """Raise ``ValueError`` unless a tracker's versions are integers that no channel counts."""
+    """Raise ``ValueError`` unless a tracker's versions are integers."""
     if tracker.version_type not in (int, "int"):
         raise ValueError(
             "track_policy_version: expected True or PolicyVersion(version_type='int'), got "
-            f"version_type={tracker.version_type!r}; versions are integers, of one channel"
+            f"version_type={tracker.version_type!r}; a channel's versions are integers"
         )
 
 
 def trackers_of(collector: Any) -> list[Any]:
-    """The tracker of a collector's versions, if any, and torchrl's copies, which tag frames too."""
+    """A collector's version tracker, if any, and torchrl's copies of it, which tag frames too."""
     tracker = collector.policy_version_tracker  # copied where other transforms are appended
     transform: Any = getattr(collector.env, "transform", None)
     parts = getattr(transform, "transforms", [transform])
@@ -106,43 +106,43 @@ def trackers_of(collector: Any) -> list[Any]:
 def one_version_a_batch(
     collector: Any, follower: Follower, is_policy: bool
 ) -> Callable[[bool], None]:
-    """Let a collector and its environment compute each batch with one version of a model.
+    """Make a collector and its environment compute each batch with one version of a model.
 
-    If it is the policy or a part of it, frames are tagged with its versions. Our collectors of
-    dialogs, which have a method ``follow``, do both for each turn by themselves. What is returned
-    ends it; the argument says whether the policy keeps the version that it had last. Otherwise it
-    gets the trainer's own weights, under a number that no published ones have.
+    If the model is the policy or a part of it, frames are tagged with its versions. The collectors
+    of dialogs in fusedrl, which have a method ``follow``, do both for each turn. The returned
+    function undoes this; its argument is whether the policy keeps its last version. Otherwise it
+    gets the trainer's weights, under a number that no published version has.
     """
     if is_policy and hasattr(collector, "follow"):
         return collector.follow(follower)
     if is_policy and isinstance(collector, TorchrlLLMCollector):
         raise TypeError(
             "collector: expected fusedrl.LLMCollector for dialogs with weights from a channel, "
-            "got torchrl's; make ours, which takes the same arguments"
+            "got torchrl's LLMCollector; use fusedrl's, with the same arguments"
         )
     trackers, changed = trackers_of(collector) if is_policy else [], {}
     if trackers:
         check_counts(trackers[0])
-        changed["policy_version_tracker"] = Newest(follower.reader)
-    owner = weakref.ref(collector)  # a scheme that is kept keeps no collector
-    inner = vars(collector).get("rollout")  # that of another follower
+        changed["policy_version_tracker"] = ChannelVersionTracker(follower.reader)
+    owner = weakref.ref(collector)  # a scheme must not keep its collector alive
+    wrapped = vars(collector).get("rollout")  # by another follower
 
     def rollout(*args: Any, **kwargs: Any) -> Any:
         existing: Any = owner()
         with follower.call() as version:
             for tracker in trackers:
                 tracker.version = version or 0
-            # The first frame begins with the tag of the step before, in the batch before.
+            # The first frame starts with the tag of the last step of the previous batch.
             carried = torchrl.carried_by(existing) if trackers else None
             if carried is not None and VERSION_KEY in carried:
                 carried.set(VERSION_KEY, torch.full_like(carried.get(VERSION_KEY), version or 0))
-            run = inner or partial(type(existing).rollout, existing)
+            run = wrapped or partial(type(existing).rollout, existing)
             return run(*args, **kwargs)
 
-    put_back = replaced(collector, rollout=rollout, **changed)
+    restore = replaced(collector, rollout=rollout, **changed)
 
     def leave(keeps: bool = True) -> None:
-        put_back()
+        restore()
         for tracker in () if keeps else trackers:
             tracker.version = (follower.reader.version or 0) + 1
 
@@ -150,26 +150,26 @@ def one_version_a_batch(
 
 
 def replaced(owner: Any, **values: Any) -> Callable[[], None]:
-    """Set attributes, and return what puts back the former ones if the owner still exists."""
+    """Set attributes; returns a function that restores them if the owner still exists."""
     reference, kind = weakref.ref(owner), type(owner)
-    # A method is the class's again: bound, it would keep its owner.
+    # Methods are deleted, which restores the class's: a bound method would keep its owner.
     methods = {n for n in values if n not in vars(owner) and callable(getattr(kind, n, None))}
     before = {name: getattr(owner, name) for name in values if name not in methods}
     for name, value in values.items():
         setattr(owner, name, value)
 
-    def put_back() -> None:
+    def restore() -> None:
         if (existing := reference()) is not None:
             for name, value in before.items():
                 setattr(existing, name, value)
             for name in methods:
                 delattr(existing, name)
 
-    return put_back
+    return restore
 
 
 def with_own_copy(collector: Any, model_id: Any) -> Callable[[], None]:
-    """Give a collector in the trainer's process a copy of its policy; returns what undoes it."""
+    """Give a collector in the trainer's process a copy of its policy; returns the undo."""
     policy = module_of(collector.policy)
     if not is_policy(model_id) or followers_of(policy):
         raise ValueError(
@@ -183,8 +183,8 @@ def with_own_copy(collector: Any, model_id: Any) -> Callable[[], None]:
         copies = copy.deepcopy({name: getattr(collector, name) for name in names})
     except (TypeError, RuntimeError) as error:
         raise TypeError(
-            "policy: expected one that copy.deepcopy takes, since a copy computes with the "
-            f"channel's weights, got {error}; leave that out, or collect in another process"
+            "policy: expected one that copy.deepcopy can copy, since a copy computes with the "
+            f"channel's weights, got {error}; remove that, or collect in another process"
         ) from error
     return replaced(collector, **copies, **{torchrl.COMPILED_POLICY: None})
 
@@ -192,10 +192,10 @@ def with_own_copy(collector: Any, model_id: Any) -> Callable[[], None]:
 def follow_policy(
     channel: WeightHandle | WeightReader, policy: Any, mode: Literal["alias", "copy"]
 ) -> tuple[Follower, Callable[[], None]]:
-    """Let a policy follow a channel; returns the follower, and what ends it.
+    """Make a policy follow a channel; returns the follower, and a function that ends it.
 
-    A handle is opened and closed here. The channel may be that of the policy's ``model``, which may
-    be a vLLM engine. With ``"alias"`` a version is held until the next one is loaded.
+    A handle is opened and closed here. The channel may have the weights of the policy's ``model``,
+    which may be a vLLM engine. With ``"alias"`` a version is held until the next one is loaded.
     """
     with ExitStack() as stack:
         handle = channel if isinstance(channel, WeightHandle) else None
@@ -220,7 +220,7 @@ def follow_policy(
 def fitting_mode(
     module: nn.Module, reader: WeightReader, collector: Any
 ) -> Literal["alias", "copy"]:
-    """``"alias"`` if dtypes and devices fit, and the collector neither compiles nor writes them."""
+    """``"alias"`` if dtypes and devices fit and the collector does not compile or write weights."""
     dtypes = {entry.name: entry.dtype for entry in reader.layout.entries}
     fits = all(
         (weight.tensor.dtype, weight.tensor.device) == (dtypes[weight.name], reader.device)
@@ -236,10 +236,10 @@ def fitting_mode(
 def materialise(
     module: nn.Module, layout: Layout, buffers: Mapping[str, Tensor], device: torch.device
 ) -> None:
-    """Allocate memory for the tensors of a module on meta, and tie those that the layout ties.
+    """Allocate memory for a module's tensors on meta, and tie those that the layout ties.
 
-    torchrl sends policies to workers on meta, and unties their weights. ``buffers`` has the values
-    of those that the layout does not have; the others are arbitrary.
+    torchrl sends policies to workers on meta, with their weights untied. ``buffers`` has the values
+    of buffers that the layout lacks; other values are arbitrary.
     """
     made: dict[int, Tensor] = {}
     for weight in weights_in(module):

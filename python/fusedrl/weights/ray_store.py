@@ -15,31 +15,31 @@ from fusedrl.channel.tensors import Weight, weights_of
 
 
 def stored(weights: Any) -> Any:
-    """A reference to weights in Ray's store, from which the processes of a node read them."""
+    """A reference to weights in Ray's store, for all processes of a node to read."""
     import ray
 
     found = weights_of(weights)
     if ranks := ranks_of(found.values()):
         raise ValueError(
-            f"policy_or_weights: expected whole tensors, got parts on the ranks {ranks}; publish "
-            "the model on every rank by a WeightChannel, and pass a lease's weights"
+            f"policy_or_weights: expected whole tensors, got shards on ranks {ranks}; publish the "
+            "model on every rank through a WeightChannel, and pass a lease's weights"
         )
     named: Any = TensorDict({name: weight.tensor for name, weight in found.items()})
     return ray.put(StoredWeights(named.unflatten_keys(".")))
 
 
 class StoredWeights:
-    """A tensordict as ``ray.put`` takes it: what is copied is the tensors' own memory.
+    """A tensordict that ``ray.put`` copies once, directly from the tensors' memory.
 
-    Whoever gets it has a tensordict of views of the store, which nobody may write. Tensors arrive
-    on the host, and tied ones stay tied. Unpickling takes torch and tensordict, no more.
+    The receiver gets a tensordict of views of the store, which must not be written. Tensors arrive
+    on the host, and tied ones stay tied. Unpickling needs torch and tensordict alone.
     """
 
     def __init__(self, weights: TensorDictBase) -> None:
         self.weights = weights
 
     def __reduce__(self) -> Any:
-        """Pickle tensors as out-of-band buffers, from which a tensordict is made."""
+        """Pickle the tensors as out-of-band buffers, and a tensordict over them."""
         leaves = dict(self.weights.items(include_nested=True, leaves_only=True))
         memory = {name: Weight("", tensor).identity() for name, tensor in leaves.items()}
         distinct = {memory[name]: tensor for name, tensor in leaves.items()}
@@ -48,7 +48,7 @@ class StoredWeights:
 
 
 class _Call:
-    """Is the result of a function once it is unpickled."""
+    """Unpickles as the result of a function."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -58,7 +58,7 @@ class _Call:
 
 
 def _rebuilt(tensor: Tensor) -> _Call:
-    # Tensors pickle themselves with torch.save, which makes more copies here and one a reader.
+    # Tensors pickle through torch.save, with more copies here and one in each reader.
     tensor = tensor.detach().cpu().contiguous()
     if tensor.numel() == 0:
         return _Call(partial(torch.empty, dtype=tensor.dtype), tensor.shape)

@@ -1,4 +1,4 @@
-"""The weight updaters of torchrl's first API: within a process, to processes, to Ray's actors."""
+"""The weight updaters of torchrl's first API: in-process, multi-process and Ray."""
 
 from __future__ import annotations
 
@@ -20,54 +20,54 @@ from fusedrl.weights.sync_scheme import ChannelWeightSyncScheme
 
 
 def pairs(weights: Any, target: TensorDictBase) -> list[tuple[Tensor, Weight]]:
-    """The tensors of ``target`` that ``weights`` have values for, each with the value's place."""
-    there = weights_of(target)
-    found = Layout.of(target).match(weights, partial=True) if there or weights_of(weights) else {}
-    return [(there[name].tensor, place) for name, place in found.items()]
+    """The tensors of ``target`` that ``weights`` have values for, each with its source."""
+    targets = weights_of(target)
+    found = Layout.of(target).match(weights, partial=True) if targets or weights_of(weights) else {}
+    return [(targets[name].tensor, source) for name, source in found.items()]
 
 
 @torch.no_grad()
 def write_weights(policy: Any, weights: Any) -> None:
-    """Write weights, all of which fit, into a tensordict, a module or what has one as its model."""
+    """Write weights, all of which fit, into a tensordict, a module, or its ``model``."""
     target: Any = policy if isinstance(policy, nn.Module) else getattr(policy, "model", policy)
     if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
         target = TensorDict.from_module(target)
     if not isinstance(target, TensorDictBase):
         raise RuntimeError(
-            "policy: expected a module, or what has one as its model, got "
-            f"{type(policy).__name__}; pass a weight_updater= that knows it"
+            "policy: expected a module, or an object with one as its model, got "
+            f"{type(policy).__name__}; pass a weight_updater= for it"
         )
-    for tensor, place in pairs(weights, target):
-        tensor.copy_(place.value())
+    for tensor, source in pairs(weights, target):
+        tensor.copy_(source.value())
 
 
 class _Updater(WeightUpdaterBase):
-    """What both bases share: the ways to call an update, and what it sends."""
+    """What both base classes share: how an update is called, and what it sends."""
 
     def update_weights(
         self, weights: Any = None, worker_ids: Any = None, *, policy_or_weights: Any = None
     ) -> None:
-        """Write or send weights, the server's if ``None``; a call of the updater is the same.
+        """Write or send weights, ``None``: the server's. Calling the updater does the same.
 
-        Unknown workers, names and shapes are a ``ValueError``, before any weight changes.
+        Unknown workers, names and shapes raise ``ValueError`` before any weight changes.
         """
         if weights is not None and policy_or_weights is not None:
-            raise ValueError("policy_or_weights: expected None beside weights, got both")
+            raise ValueError("policy_or_weights: expected None with weights, got both; pass one")
         self.push_weights(policy_or_weights if weights is None else weights, worker_ids)
 
     __call__ = update_weights  # pyright: ignore[reportAssignmentType]
 
     @abstractmethod
     def _get_server_weights(self) -> Any:
-        """The weights to fetch or to send, for updates that are given none."""
+        """The weights to fetch or to send if an update is called without weights."""
 
     def _maybe_map_weights(self, server_weights: Any, local_weights: Any = None) -> Any:
-        """The given weights in the form of the local ones, or in that which workers take."""
+        """The given weights in the form of the local ones, or in the form that workers expect."""
         return server_weights
 
 
 class LocalWeightUpdaterBase(_Updater):
-    """Base of updaters that fetch weights into the policy of their own process.
+    """Base of updaters that fetch weights into a policy of the same process.
 
     A subclass defines ``_get_server_weights`` and ``_get_local_weights``; it may define
     ``_maybe_map_weights`` and ``_update_local_weights``. An update runs them in this order.
@@ -101,7 +101,7 @@ class LocalWeightUpdaterBase(_Updater):
         local = self._get_local_weights()
         self._update_local_weights(local, self._maybe_map_weights(weights, local))
 
-    _sync_weights_with_worker: Any = _push_weights  # there is one
+    _sync_weights_with_worker: Any = _push_weights  # there is one policy
 
 
 class RemoteWeightUpdaterBase(_Updater):
@@ -123,7 +123,7 @@ class RemoteWeightUpdaterBase(_Updater):
 
     @abstractmethod
     def all_worker_ids(self) -> list[Any]:
-        """The names of all workers, as ``worker_ids`` takes them."""
+        """The ids of all workers, as ``worker_ids`` accepts them."""
 
     @abstractmethod
     def _sync_weights_with_worker(self, worker_id: Any, server_weights: Any) -> Any:
@@ -137,7 +137,7 @@ class RemoteWeightUpdaterBase(_Updater):
         names = {str(worker) for worker in (known if worker_ids is None else worker_ids)}
         if unknown := names.difference(map(str, known)):
             raise ValueError(
-                f"worker_ids: expected one or several of {known}, got {unknown}; name those"
+                f"worker_ids: expected one or several of {known}, got {unknown}; pass known ids"
             )
         if due := [w for w in known if str(w) in names and not self._skip_update(w)]:
             weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
@@ -155,7 +155,7 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
         weight_getter: returns the trainer's weights. With ``None``, an update without weights
             changes nothing.
         policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, which are
-            written in place. ``None`` takes the policy of the registered collector.
+            written in place. ``None``: the policy of the registered collector.
 
     Example:
         >>> import torch
@@ -184,14 +184,14 @@ class VanillaLocalWeightUpdater(LocalWeightUpdaterBase):
 class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
     """Sends weights to the worker processes of a torchrl multi-process collector.
 
-    An update writes ``policy_weights`` in place, and publishes one version of them by a
-    :class:`~fusedrl.ChannelWeightSyncScheme`, which the collector gets before its processes start.
+    An update writes ``policy_weights`` in place, and publishes them as one version through a
+    :class:`~fusedrl.ChannelWeightSyncScheme`, set up before the collector's processes start.
 
     Args:
         get_server_weights: returns the trainer's weights. With ``None``, an update without weights
             publishes ``policy_weights`` as they are.
-        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, by the
-            device of the workers' policy. All workers start with the first and get it.
+        policy_weights: the policy's weights, such as ``TensorDict.from_module(policy)``, for each
+            device of the workers' policies. All workers start with the first, and receive it.
         timeout, slots: as for :class:`~fusedrl.ChannelWeightSyncScheme`.
 
     Example:
@@ -217,7 +217,7 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         self._scheme: Any = ChannelWeightSyncScheme(slots=slots, timeout=timeout)
 
     def all_worker_ids(self) -> list[Any]:
-        """The names of all workers: the keys of ``policy_weights``."""
+        """The ids of all workers: the keys of ``policy_weights``."""
         return list(self.policy_weights)
 
     def _get_server_weights(self) -> Any:
@@ -227,14 +227,14 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         """Keep a weak reference to the collector, and let its workers follow a channel."""
         if hasattr(collector, "procs") and self._scheme.version is None:
             raise RuntimeError(
-                "weight_updater: expected a collector without processes yet, got one that runs; "
+                "weight_updater: expected a collector without processes yet, got a running one; "
                 "pass the updater to its constructor"
             )
         super().register_collector(collector)
         torchrl.before_processes_start(collector, self._open_channel)
 
     def publish_with(self, scheme: ChannelWeightSyncScheme) -> None:
-        """Publish by the scheme of a collector, which is made already."""
+        """Publish through the scheme of a collector that exists already."""
         self._scheme = scheme
 
     def _open_channel(self) -> dict[str, Any]:
@@ -246,11 +246,11 @@ class MultiProcessedRemoteWeightUpdate(RemoteWeightUpdaterBase):
         publishes = self._scheme.version is not None
         if publishes and len(worker_ids) < len(self.policy_weights):
             raise ValueError(
-                f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}; give "
-                "workers that differ a collector of their own"
+                f"worker_ids: expected all of {[*self.policy_weights]}, got {worker_ids}; use "
+                "separate collectors for different weights"
             )
         if mapped_weights is not None:
-            for worker in worker_ids[1:]:  # before the first one is written, which is checked there
+            for worker in worker_ids[1:]:  # before any is written; the first is checked when it is
                 pairs(mapped_weights, self.policy_weights[worker])
             super()._distribute(worker_ids, mapped_weights)
         if publishes:
@@ -269,10 +269,10 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
     Args:
         policy_weights: the trainer's weights, such as ``TensorDict.from_module(policy)``.
         remote_collectors: handles of the actors; the id of a worker is its index in this list.
-            ``None`` takes those of the ``RayCollector`` that the updater is registered with.
+            ``None``: those of the ``RayCollector`` that the updater is registered with.
         max_interval: number of updates that a worker skips between two that it gets.
-        timeout: seconds within which the workers have to answer, else a ``TimeoutError``. One that
-            is dead or failed is Ray's error; the others have been sent the weights.
+        timeout: seconds within which all workers have to answer, or ``TimeoutError`` is raised. A
+            dead or failed worker raises Ray's error; the weights have been sent to all workers.
 
     Example:
         >>> import torch
@@ -295,7 +295,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         self.remote_collectors: Any = remote_collectors
         self.max_interval = max_interval
         self.timeout = seconds("timeout", timeout)
-        self._skipped: dict[int, int] = {}  # how many updates, by worker
+        self._skipped: dict[int, int] = {}  # number of skipped updates, by worker
 
     def all_worker_ids(self) -> list[int]:
         """The indices of the actors."""
@@ -309,9 +309,9 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         return self.policy_weights
 
     def _maybe_map_weights(self, server_weights: Any, local_weights: Any = None) -> Any:
-        # A collector that is an actor dies of weights that it cannot apply.
+        # An actor would die of weights that it cannot apply.
         found = pairs(server_weights, self.policy_weights)
-        values = {Weight("", tensor).identity(): place.value() for tensor, place in found}
+        values = {Weight("", tensor).identity(): source.value() for tensor, source in found}
         return self.policy_weights.data.apply(lambda x: values.get(Weight("", x).identity()))
 
     def _skip_update(self, worker_id: int) -> bool:
@@ -322,7 +322,7 @@ class RayRemoteWeightUpdater(RemoteWeightUpdaterBase):
         import ray
 
         if not ray.is_initialized():  # ray.put would start a cluster
-            raise RuntimeError("remote_collectors: expected Ray's cluster, got none; make others")
+            raise RuntimeError("remote_collectors: expected a Ray cluster, got none; make actors")
         sent = None if mapped_weights is None else stored(mapped_weights)
         answers = [self._sync_weights_with_worker(worker, sent) for worker in worker_ids]
         ray.get(answers, timeout=self.timeout)
