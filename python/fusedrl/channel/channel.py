@@ -83,12 +83,19 @@ class WeightChannel:
     """
 
     def __init__(
-        self, template: Any, layout: Layout, ranks: Ranks, memory: Any, *timeouts: float
+        self,
+        template: Any,
+        layout: Layout,
+        ranks: Ranks,
+        memory: Any,
+        timeout: float,
+        rank_timeout: float,
     ) -> None:
         self.template = template
         self.layout = layout
         self.holds = memory is not None
-        self._timeout, self.rank_timeout = timeouts
+        self.rank_timeout = rank_timeout
+        self._timeout = timeout
         self._ranks = ranks
         self._call_name = f"publish in channel {ranks.round}"  # the same on all ranks
         self._last_version = -1  # used on a rank without slots
