@@ -1,12 +1,12 @@
-// Every op, a line each. Kernels register themselves in <op>/cpu.cpp and <op>/cuda.cu.
+// The schemas of all ops. Kernels are registered in <op>/cpu.cpp and <op>/cuda.cu.
 #include <torch/csrc/stable/library.h>
 
-// What gradients of a linear head take as `rounds_grads`, a bool on the CPU, says whether those of
-// its logits may be rounded to bfloat16, where kernels would keep more of them: see
-// ops/_rounding.py.
+// `rounds_grads`, a bool tensor on the CPU, allows kernels to round gradients of logits to bfloat16
+// instead of splitting them into two bfloat16 numbers: see ops/_rounding.py.
 //
-// What forward passes store for backward ones, where `stored_bytes` allow it, may be empty: logits,
-// and on CUDA the tokens that are `kept`, so that the host need not wait for their number again.
+// Forward passes store logits for the backward pass if `stored_bytes` allows it, and on CUDA also
+// the indices of the `kept` tokens, so that the host need not wait for their number again. Tensors
+// that are not stored are empty.
 STABLE_TORCH_LIBRARY(fusedrl, m) {
   m.def(
       "token_log_probs(Tensor logits, Tensor tokens, Tensor? mask, Tensor? offsets, bool shift, "
@@ -40,8 +40,8 @@ STABLE_TORCH_LIBRARY(fusedrl, m) {
       "token_kl_backward(Tensor? grad_kl, Tensor? grad_reward, Tensor log_probs, "
       "Tensor ref_log_probs, Tensor? mask, Tensor coeff, int estimator, bool nan_missing) "
       "-> Tensor grad_log_probs");
-  // beta = 1: KL(p || q), p of the logits and q of the reference's; below 1 the mixture of both.
-  // The entropies are those of p and of q.
+  // beta = 1: KL(p || q), with p from the logits and q from the reference's; below 1, the
+  // divergence from their mixture. The entropies are those of p and q.
   m.def(
       "exact_kl(Tensor logits, Tensor ref_logits, Tensor? mask, Tensor? offsets, bool shift, "
       "Tensor temperature, float beta, bool entropies) "

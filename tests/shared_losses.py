@@ -302,7 +302,7 @@ def errors_anywhere(seed: int, count: int) -> None:
                 text = said(call, copy.deepcopy(data))
         else:
             text = said(call, copy.deepcopy(data))
-        expected = "KeyboardInterrupt", "RuntimeError: model: expected a call that"
+        expected = "KeyboardInterrupt", "RuntimeError: model: expected the call to"
         assert text.startswith(expected), (name, text, places[-1:])
         assert answer(call, data) == rights[name], (name, places)
 

@@ -69,7 +69,7 @@ def test_a_corrupted_or_missing_library_is_explained(monkeypatch, tmp_path, fres
         assert f"fusedrl._C: {broken} does not load: " in message
         assert f"Built for: torch >= {_host.build_info()['torch_target']} on {machine}" in message
     else:
-        assert message.startswith("fusedrl._C: expected a compiled library beside ")
+        assert message.startswith("fusedrl._C: expected a compiled library next to ")
     assert f"torch {torch.__version__} on {machine}" in message
     assert "pip install --force-reinstall" in message
 
@@ -147,7 +147,7 @@ def test_cpu_ops_and_info_on_a_cuda_build_whatever_is_known_of_the_driver(driver
     done = run_at("", ON_A_CUDA_BUILD.format(driver=driver, has_library=has_library))
     assert done.returncode == 0, done.stderr
     if not has_library or native.find("_C_cuda") is None:
-        assert "expected a compiled library beside" in done.stdout
+        assert "expected a compiled library next to" in done.stdout
     elif driver == 12080:
         assert "expected a driver for CUDA 13.0 or newer, got one for CUDA 12.8" in done.stdout
     else:

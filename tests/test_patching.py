@@ -112,7 +112,7 @@ def test_a_second_patch_changes_nothing_and_says_so(toys, better):
     wanted = [Replacement("toys.shelf", "Thing", better)]
     first, second = replace("toys", wanted), replace("toys", wanted)
     assert second.changes == () and second.already == ("Thing",)
-    assert "ours before this patch: Thing" in str(second)
+    assert "replaced by an earlier patch: Thing" in str(second)
     second.revert()
     assert sys.modules["toys.shelf"].Thing is better
     first.revert()

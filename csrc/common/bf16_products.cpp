@@ -1,5 +1,5 @@
-// A block of rows of `a`, broadcast a pair at a time, meets a panel of columns of `b`, interleaved
-// in pairs, in registers: vdpbf16ps adds both products of a pair to a float32 sum.
+// Multiplies a block of rows of `a`, broadcast one pair at a time, by a panel of columns of `b`,
+// interleaved in pairs: vdpbf16ps adds both products of a pair to a float32 sum in a register.
 #include "common/bf16_products.h"
 
 #include <immintrin.h>
@@ -14,8 +14,8 @@ namespace fusedrl::avx512_bf16 {
 namespace {
 
 constexpr int kPanel = 2 * kVector;   // columns of a panel
-constexpr int kRows = 14;             // with two registers of sums each, of the 32 that there are
-constexpr int64_t kDepthPairs = 256;  // of a panel, which so takes 32 KiB
+constexpr int kRows = 14;             // with two registers of sums each, of 32 registers
+constexpr int64_t kDepthPairs = 256;  // of a panel, which then takes 32 KiB
 
 using Panel = uint32_t[kDepthPairs * kPanel];
 
@@ -38,7 +38,7 @@ struct Sums {
  private:
   void store(float* to, __m512 sum, __mmask16 lanes) const {
     const __m512 x = _mm512_set1_ps(factor);
-    // Rounded once, not as the compiler contracts it: that differs with the rows of a block.
+    // An explicit FMA: contraction by the compiler would depend on the number of rows in a block.
     sum = add ? _mm512_fmadd_ps(sum, x, _mm512_maskz_loadu_ps(lanes, to)) : _mm512_mul_ps(sum, x);
     if (lanes == 0xffff) {
       _mm512_storeu_ps(to, sum);
@@ -98,7 +98,7 @@ void transpose_into(uint32_t* panel, const BFloat16* b, int64_t row, int64_t col
         x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
         x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
       }
-      // The four words of x[4 i + j]'s part p are step 4 p + j of rows 4 i to 4 i + 3.
+      // Part p of x[4 i + j] has step 4 p + j of rows 4 i to 4 i + 3.
       uint32_t* to = panel + k * kPanel + first;
       for (int j = 0; j < 4; ++j) {
         const __m512i even = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88);
@@ -143,7 +143,7 @@ void multiply_panels(FloatMatrix out, Pairs a, ProductSizes sizes, float factor,
                      Load&& load) {
   alignas(64) Panel panel;
   const auto& blocks = a.rest == nullptr ? kBlocks : kBlocksWithRest;
-  // The depth outermost: all panels then meet the same part of `a`, which the caches keep.
+  // The depth is the outer loop, so that all panels use the same part of `a` from the cache.
   for (int64_t first = 0; first < sizes.depth; first += 2 * kDepthPairs) {
     const int64_t depth = std::min(2 * kDepthPairs, sizes.depth - first);
     for (int64_t column = 0; column < sizes.columns; column += kPanel) {

@@ -1,4 +1,4 @@
-// Products of bfloat16 matrices, summed in float32, on CPUs that have instructions for them.
+// Products of bfloat16 matrices with float32 sums, on CPUs with AVX512-BF16.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace fusedrl {
 
-// A matrix [rows, depth] of bfloat16 in pairs along its depth, the first of a pair in the low half;
-// of an odd depth the last pair ends with a zero. Where float32 was rounded to it, `rest` is what
-// bfloat16 keeps of the difference, which makes 16 bits of 8; else null.
+// A bfloat16 matrix [rows, depth] as pairs along its depth, the first of a pair in the low half; an
+// odd depth is padded with zero. For a rounded float32 matrix, `rest` has the residuals in
+// bfloat16, which doubles the significant bits from 8 to 16; else it is null.
 struct Pairs {
   const uint32_t *data, *rest;
   int64_t row, step;  // words between rows, and between pairs
 };
 
-// Words between rows of pairs, in odd numbers of cache lines: rows that are read together and lie
-// multiples of 4096 bytes apart would take each other's place in the cache.
+// Words between rows of pairs: an odd number of cache lines, because rows at distances of multiples
+// of 4096 bytes would evict each other from the cache.
 inline int64_t pair_words(int64_t depth) {
   constexpr int64_t kLine = 16;
   return (((depth + 1) / 2 + kLine - 1) / kLine | 1) * kLine;
@@ -40,7 +40,7 @@ struct ProductSizes {
   int64_t rows, columns, depth;
 };
 
-// Every element is summed in an order that depends on the depth alone.
+// The order of summation depends only on the depth.
 struct Bf16Products {
   // out = factor a b, or out += factor a b, for b [depth, columns].
   void (*multiply)(FloatMatrix out, Pairs a, Bf16Matrix b, ProductSizes sizes, float factor,
@@ -54,19 +54,19 @@ struct Bf16Products {
                         int64_t columns);
   // The Euclidean norms of the rows of b [rows, columns].
   void (*norms_of_rows)(float* to, Bf16Matrix b, int64_t rows, int64_t columns);
-  // The term up to which entries of a row of gradients may be rounded in its next tile, or
-  // kKeepsAll; `norms` are those of the classes' weights. The sum of squares of the terms that are
-  // rounded stays below 2^-12 of the largest's, but where it `rounds` what is finite: then no more
-  // rests are kept than round_row takes.
+  // The largest term of a gradient's entry that may be rounded in the next tile of its row, or
+  // kKeepsAll; `norms` are those of the classes' weights. The sum of squares of the rounded terms
+  // stays below 2^-12 of the largest one's, unless `rounds` is set and all terms are finite: then
+  // only as many residuals are kept as fit into round_row's `rests`.
   float (*limit_of_rests)(const float* from, const float* norms, int64_t columns, bool rounds,
                           RowScale& row);
-  // Rounds a row to pairs along its columns. Returns the number of `rests` that have to be added,
-  // at most kMostRests + 1: those of the terms above the limit, and one of what all others lose.
+  // Rounds a row to pairs along its columns. Returns the number of `rests` to add, at most
+  // kMostRests + 1: the residuals of terms above the limit, and one for all other terms.
   int (*round_row)(uint32_t* to, const float* from, const float* norms, int64_t columns,
                    float limit, Rest* rests);
-  // The same, with the rests of all entries as pairs.
+  // The same, with the residuals of all entries as pairs.
   void (*split_row)(uint32_t* to, uint32_t* rest, const float* from, int64_t columns);
-  // to [columns] += the product of the rests and the rows of b that they are at.
+  // to [columns] += the products of the residuals and the rows of b at their indices.
   void (*add_rests)(float* to, const Rest* rests, int count, Bf16Matrix b, int64_t columns);
 };
 
@@ -84,10 +84,10 @@ void pairs_of_rows(uint32_t* to, uint32_t* rest, FloatMatrix from, int64_t rows,
 }  // namespace avx512_bf16
 #endif
 
-// Null where this level has none.
+// Null if the CPU level has no bfloat16 instructions.
 inline const Bf16Products* bf16_products(CpuLevel level) {
 #if defined(FUSEDRL_BF16_PRODUCTS)
-  if (level >= CpuLevel::avx512_bf16) {  // asked first: lower CPUs cannot run what fills the table
+  if (level >= CpuLevel::avx512_bf16) {  // checked first: filling the table uses the instructions
     static const Bf16Products products = avx512_bf16::bf16_products();
     return &products;
   }

@@ -1,6 +1,6 @@
-// Rounding float32 to bfloat16, 16 elements at a time. Where classes lose alike, a row would lose a
-// part of what their weights have in common, so that what an entry loses goes to the next one of
-// its lane. There it meets other weights: it stays behind where these are much larger.
+// Rounds float32 to bfloat16, 16 elements at a time, with error diffusion: equal rounding errors of
+// many classes would add up along the common part of their weights, so the error of an entry is
+// carried to the next one of its lane, unless the weights there are much larger.
 #include "common/bf16_rounding.h"
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@
 namespace fusedrl::avx512_bf16 {
 namespace {
 
-constexpr float kSmall = 0x1p-11f;        // of a row's largest term: rests below it are dropped
+constexpr float kSmall = 0x1p-11f;        // of a row's largest term: smaller residuals are dropped
 constexpr float kMostDropped = 0x1p-12f;  // squares of them, in squares of the largest term
 constexpr float kMostRounded = 0x1p127f;  // larger entries may round to infinity
 constexpr float kMostGrowth = 2;          // of the norm that what rounding takes is multiplied by
@@ -23,8 +23,7 @@ __m512 widened(__m256i halves) {
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 }
 
-// What bfloat16 keeps of x, and of the rest of it; none is left of infinities, and what is finite
-// stays so.
+// x rounded to bfloat16, and its residual; 0 for infinities. Finite values stay finite.
 struct Split {
   __m256i high, rest;
 
@@ -66,7 +65,7 @@ Extent extent_of(const float* from, const float* norms, int64_t columns) {
     const __mmask16 lanes = first_lanes(columns - i);
     const __m512 x = _mm512_maskz_loadu_ps(lanes, from + i), term = terms_of(x, norms + i, lanes);
     numbers &= _mm512_cmp_ps_mask(term, term, _CMP_ORD_Q);
-    largest = _mm512_max_ps(term, largest);  // in this order a NaN is passed over
+    largest = _mm512_max_ps(term, largest);  // this operand order skips NaN
     largest_entry = _mm512_max_ps(_mm512_abs_ps(x), largest_entry);
   }
   const float most = _mm512_reduce_max_ps(largest);
@@ -74,7 +73,7 @@ Extent extent_of(const float* from, const float* norms, int64_t columns) {
   return {most, numbers == 0xffff && most < INFINITY && rounds};
 }
 
-// What is up to a limit, and how many terms are not.
+// The sum of squares of terms up to a limit, and the number of terms above it.
 struct Small {
   float squares;  // in units of their size
   int others = 0;
@@ -130,9 +129,9 @@ float limit_of_rests(const float* from, const float* norms, int64_t columns, boo
 
 int round_row(uint32_t* to, const float* from, const float* norms, int64_t columns, float limit,
               Rest* rests) {
-  constexpr int kChains = 4;  // of lanes, so that one need not wait for another's rounding
+  constexpr int kChains = 4;  // independent chains of lanes, to hide the latency of rounding
   const __m512 limits = _mm512_set1_ps(limit), growth = _mm512_set1_ps(kMostGrowth);
-  __m512 lost[kChains], most_norms[kChains];  // what is carried, and to which classes
+  __m512 lost[kChains], most_norms[kChains];  // carried errors, and the norms of the next classes
   for (__m512& x : lost) x = _mm512_setzero_ps();
   for (__m512& x : most_norms) x = _mm512_setzero_ps();
   int count = 0;
@@ -144,7 +143,7 @@ int round_row(uint32_t* to, const float* from, const float* norms, int64_t colum
       const __mmask16 lanes = first_lanes(columns - i);
       const __m512 x = _mm512_maskz_loadu_ps(lanes, from + i);
       const __m512 norm = _mm512_maskz_loadu_ps(lanes, norms + i);
-      // A zero stays one: its class may have any weights.
+      // Zeros stay zero, as their class may have weights of any size.
       const __mmask16 some = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ);
       const __mmask16 takes = _mm512_mask_cmp_ps_mask(some, norm, most_norms[chain], _CMP_LE_OQ);
       const __m512 term = _mm512_abs_ps(_mm512_mul_ps(x, norm));

@@ -1,5 +1,5 @@
-// Gradients of logits, in float32, as factors of products in bfloat16: in pairs of numbers, or
-// rounded, with what rounding leaves of the entries that it matters for.
+// Converts float32 gradients of logits to factors of bfloat16 products: split into two numbers, or
+// rounded, with the residuals of the entries that matter most.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -10,23 +10,23 @@ namespace fusedrl {
 
 using torch::headeronly::BFloat16;
 
-// What has been seen of a row of gradients, a tile of its classes at a time. A class's term is its
-// gradient times the norm of its weights: how much it adds to the hidden state's gradient.
+// Running statistics of a row of gradients over its tiles. The term of a class is its gradient
+// times the norm of its weights: its contribution to the hidden state's gradient.
 struct RowScale {
   float largest = 0;  // term in the row, or a lower bound of it
-  float dropped = 0;  // squares of the terms whose rests were dropped, in squares of `largest`
+  float dropped = 0;  // sum of squares of terms whose residual was dropped, over `largest`^2
 };
 
-// What bfloat16 leaves of an entry of a row.
+// The rounding residual of an entry of a row.
 struct Rest {
   int64_t at;
   float value;
 };
 
-// Entries of a row and tile whose rests are kept one by one, beside one that is for all others.
+// Entries of a row and tile whose residuals are kept individually; one more is for all others.
 constexpr int kMostRests = 64;
 
-// Instead of a limit: the rests of all entries are kept.
+// Instead of a limit: keep the residuals of all entries.
 constexpr float kKeepsAll = -1;
 
 }  // namespace fusedrl

@@ -1,5 +1,4 @@
-// Errors of ops. Python sees the message as it is given here, without a file or line of the
-// sources.
+// Errors of ops, whose messages reach Python without file and line.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,7 @@ void check(bool holds, const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
-// Where a token is: in its row of `columns` tokens, or among packed ones where that is 0.
+// The position of a token: in rows of `columns` tokens, or among packed tokens if that is 0.
 inline std::string place_of(int64_t token, int64_t columns) {
   if (columns == 0) return "token " + std::to_string(token);
   return "row " + std::to_string(token / columns) + ", column " + std::to_string(token % columns);

@@ -1,5 +1,5 @@
-// The linear head of a language model on the CPU, in float32: a tile of logits, of some rows and
-// some classes, is all that a thread makes at a time.
+// The linear head of a language model on the CPU, in float32: each thread computes one tile of
+// logits, of some rows and some classes, at a time.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -17,18 +17,18 @@
 
 namespace fusedrl {
 
-// One thread multiplies at full speed from tiles of this size, which its caches hold.
+// Tiles of this size fit into the caches of a thread, and are large enough for fast products.
 constexpr int64_t kTileLogits = 1 << 17;
 constexpr int64_t kTileClasses = 1024;
 constexpr int64_t kTileStep = 256;
 constexpr int64_t kBlockRows = 512;
 
-// Rows of one GEMM where the bits of a row may not depend on how many others there are.
+// Rows of one GEMM in batch-invariant mode.
 constexpr int64_t kInvariantRows = 64;
-// Below as many columns MKL sums a row in an order that depends on where the row stands.
+// Below this many columns, MKL's order of summation depends on the position of a row.
 constexpr int64_t kNarrowColumns = 16;
 
-// A matrix in memory that something else owns; `column` elements between its columns.
+// A non-owning view of a matrix; `column` elements between its columns.
 template <typename T>
 struct Strided {
   const T* data;
@@ -43,7 +43,7 @@ struct Strided {
 };
 using Floats = Strided<float>;
 
-// out = a b, or out += a b, on the thread that calls.
+// out = a b, or out += a b, on the calling thread.
 inline void multiply(FloatMatrix out, const Floats& a, const Floats& b, bool add) {
   Tensor to = Floats{out.data, a.rows, b.columns, out.row}.tensor();
   const Tensor x = a.tensor(), y = b.tensor();
@@ -55,7 +55,7 @@ inline void multiply(FloatMatrix out, const Floats& a, const Floats& b, bool add
   }
 }
 
-// The same, every element summed in the same order.
+// The same, with the same order of summation for every row.
 inline void multiply_in_order(FloatMatrix out, const Floats& a, const Floats& b, bool add) {
   for (int64_t r = 0; r < a.rows; ++r) {
     for (int64_t c = 0; c < b.columns; ++c) {
@@ -73,7 +73,7 @@ inline Tensor new_floats(const Tensor& like, int64_t count) {
   return new_uninitialised(like, std::vector<int64_t>{count}, ScalarType::Float);
 }
 
-// Where the rows that these tokens read start.
+// Element offsets of the rows that these tokens read.
 inline std::vector<int64_t> elements_of(const RowMap& map, const std::vector<int64_t>& tokens) {
   std::vector<int64_t> elements;
   elements.reserve(tokens.size());
@@ -81,8 +81,7 @@ inline std::vector<int64_t> elements_of(const RowMap& map, const std::vector<int
   return elements;
 }
 
-// The hidden states at `elements`, times `factor`, as `To` [rows, width]; zeros fill what they are
-// too few or too narrow for.
+// The hidden states at `elements`, times `factor`, as `To` [rows, width], padded with zeros.
 template <typename To>
 Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& elements, float factor,
                 int64_t rows, int64_t width, ScalarType dtype) {
@@ -104,8 +103,7 @@ Tensor gathered(const Tensor& hidden, const std::vector<int64_t>& elements, floa
   return out;
 }
 
-// Logits of the rows that are kept: scale (h W^T + b), and cap tanh(logits / cap) where the softcap
-// is not 0.
+// Logits of the kept rows: scale (h W^T + b), then cap tanh(logits / cap) if the softcap is not 0.
 class CpuHead {
  public:
   CpuHead(const Tensor& hidden, const std::vector<int64_t>& elements, const Tensor& weight,
@@ -149,7 +147,7 @@ class CpuHead {
   Spans tiles() const { return tiles({0, classes()}); }
   Segments segments() const { return {tiles()}; }
 
-  // Where one thread converts weights.
+  // Buffers in which one thread converts weights.
   class Room {
    public:
     explicit Room(const CpuHead& head)
@@ -158,14 +156,14 @@ class CpuHead {
    private:
     friend class CpuHead;
     Tensor weights_;
-    Span classes_{0, 0}, columns_{0, 0};  // that have been converted
+    Span classes_{0, 0}, columns_{0, 0};  // converted so far
   };
 
-  // Floats that the logits of a block and a tile take.
+  // The number of floats in the logits of a block and a tile.
   int64_t tile_floats() const { return padded(blocks_.length) * tiles().length; }
 
-  // Those of a block of rows and a tile of classes, at out[0][0]. Where batches are invariant, a
-  // block's last rows may be none of the head's: `out` has room for them.
+  // Computes the logits of a block of rows and a tile of classes into `out`. In batch-invariant
+  // mode a block is padded with rows beyond the head's, for which `out` has room.
   void logits(Room& room, Span rows, Span classes, FloatMatrix out) const {
     const int64_t count = padded(rows.count);
     if (products_ != nullptr) {
@@ -182,14 +180,14 @@ class CpuHead {
     }
   }
 
-  // Turns gradients of capped logits into those of the products.
+  // Converts gradients of capped logits to those of the products, in place.
   void chain(const float* capped, float* grads, int64_t count) const {
     if (cap_ > 0) kernels_.chain(capped, grads, count, cap_);
   }
   bool is_capped() const { return cap_ > 0; }
   float scale() const { return scale_; }
 
-  // out = a b, or out += a b, for rows `a` that may come in other batches.
+  // out = a b, or out += a b, batch-invariant in the rows of `a` if required.
   void multiply_rows(FloatMatrix out, const Floats& a, const Floats& b, bool add) const {
     if (batch_invariant_ && b.columns < kNarrowColumns) {
       multiply_in_order(out, a, b, add);
@@ -200,9 +198,9 @@ class CpuHead {
 
   const Tensor& weight() const { return weight_; }
 
-  // Null where products are in float32.
+  // Null for float32 products.
   const Bf16Products* products() const { return products_; }
-  float factor() const { return factor_; }  // of bfloat16 products; others have it in their rows
+  float factor() const { return factor_; }  // of bfloat16 products; float32 rows include it
 
   Floats hidden_floats(Span rows) const {
     return {data<float>(hidden_) + rows.first * width_, rows.count, width_, width_};
@@ -222,7 +220,7 @@ class CpuHead {
     float* to = mutable_data<float>(room.weights_);
     const Floats converted{to, classes.count, columns.count, columns.count};
     if (room.classes_ != classes || room.columns_ != columns) {
-      // Not a view of the weight, which may require gradients: autograd is on in other threads.
+      // Not a view of the weight, which may require gradients: grad mode is on in other threads.
       const auto* half = static_cast<const BFloat16*>(weight_.const_data_ptr()) + first;
       Tensor out = converted.tensor();
       torch::stable::copy_(
@@ -234,7 +232,7 @@ class CpuHead {
     return converted;
   }
 
-  // Rows that a product has where batches are invariant.
+  // The number of rows after padding for batch-invariant products.
   int64_t padded(int64_t rows) const {
     return batch_invariant_ && products_ == nullptr
                ? (rows + kInvariantRows - 1) / kInvariantRows * kInvariantRows
@@ -273,12 +271,11 @@ class CpuHead {
   std::vector<float> bias_;
 };
 
-// The head's logits that a forward pass leaves for its backward pass, which would multiply again:
-// those of all rows and classes, in float32, or of none.
+// Float32 logits of all rows and classes that a forward pass stores for its backward pass; empty if
+// the backward pass recomputes them.
 class StoredLogits {
  public:
-  // None where those of so many heads would take more bytes, or where a row's bits may not depend
-  // on others.
+  // Empty if the logits of all heads would exceed the limit, or in batch-invariant mode.
   StoredLogits(const CpuHead& head, int64_t most_bytes, int64_t heads = 1)
       : row_(row_floats(head)),
         logits_(
@@ -294,14 +291,14 @@ class StoredLogits {
   const Tensor& tensor() const { return logits_; }
   bool empty() const { return logits_.numel() == 0; }
 
-  // Those of a block of rows and a tile of classes, or `other` where none are stored.
+  // The logits of a block of rows and a tile of classes, or `other` if none are stored.
   FloatMatrix of(Span block, Span tile, FloatMatrix other) const {
     if (empty()) return other;
     return {mutable_data<float>(logits_) + block.first * row_ + tile.first, row_};
   }
 
  private:
-  // In odd numbers of cache lines, as rows of pairs.
+  // An odd number of cache lines, as for rows of pairs.
   static int64_t row_floats(const CpuHead& head) { return pair_words(2 * head.classes()); }
   static bool stores(const CpuHead& head, int64_t most_bytes) {
     const int64_t bytes = head.rows() * row_floats(head) * int64_t(sizeof(float));
@@ -312,7 +309,7 @@ class StoredLogits {
   Tensor logits_;
 };
 
-// A row's logits in a tile, as they are until its gradients are written, and after that if `kept`.
+// A row's logits in a tile; if `kept`, they survive when its gradients are written.
 class LogitsOfTile {
  public:
   LogitsOfTile(const float* x, const float* grads, int64_t count, bool kept) : data_(x) {

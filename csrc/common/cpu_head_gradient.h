@@ -1,5 +1,5 @@
-// Gradients of a linear head from those of its logits, some rows and classes of them at a time.
-// Everything is summed in float32 and rounded to the gradient's dtype once.
+// Gradients of a linear head from those of its logits, which come in parts of some rows and
+// classes. All sums are float32 and rounded to the gradient's dtype once.
 #pragma once
 
 #include <cmath>
@@ -12,26 +12,26 @@
 
 namespace fusedrl {
 
-// Which rows and classes have gradients of their logits at a time: 4 MiB of them, so that threads
-// seldom wait for each other, or the tiles that keep eight threads busy.
+// The part of rows and classes whose logits' gradients exist at a time: 4 MiB, so that threads
+// rarely wait for each other, or enough tiles for eight threads.
 struct GradientParts {
   explicit GradientParts(const CpuHead& head)
       : rows{{0, head.rows()}, head.batch_invariant() ? kInvariantRows : kMostRows},
         classes{{0, head.classes()}, 0} {
     const int64_t most_rows = rows_at_most(head);
     const int64_t step = head.tiles().length;
-    // As many sums may have to wait for more rows before they are rounded.
+    // Limits the unrounded sums that wait for more rows.
     const int64_t most_sums = head.batch_invariant() || rows.count() > 1 ? kMost : INT64_MAX;
     const int64_t most = std::min(kMost / most_rows, most_sums / head.width());
     classes.length = std::max<int64_t>(most / step, 8) * step;
   }
 
-  // That the largest part takes: of this head, or of another one with as many rows and classes.
+  // The size of the largest part, for any head with as many rows and classes.
   int64_t floats(const CpuHead& head) const {
     return head.padded(rows_at_most(head)) * std::min(classes.length, head.classes());
   }
 
-  // Calls f(rows, classes), all rows of a part of the classes before the next part.
+  // Calls f(rows, classes), with the rows as the inner loop.
   template <typename F>
   void for_each(F&& f) const {
     for (int64_t c = 0; c < classes.count(); ++c) {
@@ -50,7 +50,7 @@ struct GradientParts {
 
 class CpuHeadGradient {
  public:
-  // Where products are in bfloat16, `rounds` lets them take gradients of logits rounded to it.
+  // For bfloat16 products, `rounds` allows rounding the gradients of logits to bfloat16.
   CpuHeadGradient(const CpuHead& head, const Tensor& hidden, const Tensor& weight,
                   const std::optional<Tensor>& bias, bool of_hidden, bool of_weight, bool of_bias,
                   bool rounds)
@@ -69,8 +69,8 @@ class CpuHeadGradient {
     if (of_bias) bias_sums_.resize(bias->numel());
   }
 
-  // Says what the gradient of this row's logit of a class will be, before it comes: of smaller ones
-  // less has to be kept. The weights of a class in another shard are taken for average ones.
+  // Announces the gradient of one logit of this row before it is added, as smaller ones can then be
+  // rounded more. The weights of a class in another shard are assumed to have the mean norm.
   void expect(int64_t row, int64_t of_class, float grad) {
     if (scales_.empty()) return;
     const bool here = of_class >= 0 && of_class < head_.classes();
@@ -78,15 +78,15 @@ class CpuHeadGradient {
     scales_[row].largest = std::fmax(scales_[row].largest, term);
   }
 
-  // Multiplies what has been added to the hidden state's gradient of a row, and what is expected.
+  // Scales the hidden state's gradient of a row so far, and the announced gradient.
   void rescale(int64_t row, float factor) {
     float* sums = mutable_data<float>(*hidden_) + row * head_.width();
     for (int64_t i = 0; i < head_.width(); ++i) sums[i] *= factor;
     if (!scales_.empty()) scales_[row].largest *= factor;
   }
 
-  // Adds what `grads`, the gradients of the logits of these rows and classes, contribute. A class
-  // is given with all rows, in their order, before another one's sums begin.
+  // Adds the contribution of `grads`, the gradients of the logits of these rows and classes. All
+  // rows of a class have to come, in order, before the next classes.
   void add(Span rows, Span classes, FloatMatrix grads) {
     const Spans blocks = head_.blocks(rows), tiles = head_.tiles(classes);
     const Spans columns = columns_of(blocks.count());
@@ -116,8 +116,8 @@ class CpuHeadGradient {
     });
   }
 
-  // Shaped like the hidden states, which these tokens read, and of their dtype unless another is
-  // asked for; empty if none was asked for.
+  // The gradient of the hidden states, in their dtype unless another is requested; empty if not
+  // requested.
   Tensor hidden(const RowMap& map, const std::vector<int64_t>& tokens,
                 std::optional<ScalarType> dtype = std::nullopt) const {
     if (!hidden_.has_value()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
@@ -141,7 +141,7 @@ class CpuHeadGradient {
     return weight_.has_value() ? *weight_ : empty_vector(hidden_like_, hidden_like_.scalar_type());
   }
 
-  // Of the dtype of the hidden states.
+  // In the dtype of the hidden states.
   Tensor bias() const {
     const ScalarType type = hidden_like_.scalar_type();
     if (bias_sums_.empty()) return empty_vector(hidden_like_, hidden_like_.scalar_type());
@@ -155,10 +155,10 @@ class CpuHeadGradient {
   }
 
  private:
-  static constexpr int64_t kColumns = 256;  // of the hidden states' gradient, which caches hold
+  static constexpr int64_t kColumns = 256;  // of the hidden states' gradient, to fit into the cache
 
-  // Columns of the hidden states' gradient that a thread takes with a block of rows. No bit depends
-  // on how many these are, but gradients of logits are rounded for each of them again.
+  // Columns of the hidden states' gradient per thread and block of rows. Results do not depend on
+  // it, but the gradients of logits are rounded again for each part.
   Spans columns_of(int64_t blocks) const {
     const Span all{0, head_.width()};
     if (head_.products() == nullptr) return {all, kColumns};
@@ -172,7 +172,7 @@ class CpuHeadGradient {
   }
   bool waits_for_more_rows(Span rows) const { return sums_in_half() && rows.count < head_.rows(); }
 
-  // One thread's.
+  // The buffers of one thread.
   struct Room {
     explicit Room(const CpuHeadGradient& gradient)
         : of_head(gradient.head_),
@@ -193,7 +193,7 @@ class CpuHeadGradient {
 
     CpuHead::Room of_head;
     std::unique_ptr<uint32_t[]> high, rest;  // of gradients, in bfloat16
-    std::unique_ptr<float[]> of_rests;       // what the rests of split rows add
+    std::unique_ptr<float[]> of_rests;       // contribution of the residuals of split rows
     std::vector<int64_t> split;              // rows of a block
     Tensor sums;
   };
@@ -208,7 +208,7 @@ class CpuHeadGradient {
     mean_norm_ = std::accumulate(norms_.begin(), norms_.end(), 0.0) / norms_.size();
   }
 
-  // The limits of all rests, a row at a time and its tiles in order.
+  // Computes the limits of all residuals, row by row, with the tiles in order.
   void find_limits(Span rows, Span classes, FloatMatrix grads) {
     const Spans tiles{classes, kTileClasses};
     limits_.resize(tiles.count() * rows.count);
@@ -241,8 +241,8 @@ class CpuHeadGradient {
     }
   }
 
-  // The same with gradients that are rounded. The rests of large ones are added one by one, and
-  // where there are many of them in a row and tile, by a product of such rows.
+  // The same with rounded gradients. The residuals of large entries are added individually or, if a
+  // row and tile has many of them, by a product over all such rows.
   void add_hidden_in_bf16(Room& room, Span block, int64_t first_row, Span classes, Span columns,
                           FloatMatrix grads) const {
     const Bf16Products& products = *head_.products();
@@ -292,7 +292,7 @@ class CpuHeadGradient {
     }
   }
 
-  // `grads` are those of a tile, which begins `offset` classes after the first one of the sums.
+  // `grads` are those of a tile that begins `offset` classes after the first class of the sums.
   void add_weight(Room& room, Span rows, Span tile, int64_t offset, FloatMatrix grads) const {
     const int64_t width = head_.width();
     const bool in_half = sums_in_half();
@@ -316,8 +316,8 @@ class CpuHeadGradient {
                head_.hidden_floats(rows), rows.first > 0);
     }
     if (!in_half || rows.end() < head_.rows()) return;
-    // Not a view of the gradient: in inference mode, which other threads are not in, none is
-    // written.
+    // Not a view of the gradient, which may be an inference tensor: other threads are not in
+    // inference mode and cannot write to it.
     auto* half = static_cast<BFloat16*>(weight_->mutable_data_ptr()) + tile.first * width;
     Tensor rounded =
         Strided<BFloat16>{half, tile.count, width, width}.tensor(weight_->scalar_type());
@@ -339,7 +339,7 @@ class CpuHeadGradient {
   std::vector<RowScale> scales_;  // of each row of a product in bfloat16
   std::vector<float> norms_;      // of each class's weights, likewise
   float mean_norm_ = 0;
-  std::vector<float> limits_;  // of the part that is added: of its rows, tile by tile
+  std::vector<float> limits_;  // of the current part, tile by tile
 };
 
 }  // namespace fusedrl

@@ -1,4 +1,4 @@
-// Which vector instructions the CPU kernels use, chosen once a process.
+// The vector instructions that the CPU kernels use, chosen once per process.
 #pragma once
 
 #include <cstdlib>

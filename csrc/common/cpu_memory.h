@@ -11,8 +11,8 @@
 
 namespace fusedrl {
 
-// A tensor whose elements are not set. The kernel is asked for huge pages: the first touch of
-// memory in small ones costs as much as a fifth of the matrix product that fills it.
+// An uninitialised tensor in huge pages if possible: page faults of small pages take up to a fifth
+// of the time of the matrix product that fills it.
 inline Tensor new_uninitialised(const Tensor& like, torch::headeronly::IntHeaderOnlyArrayRef sizes,
                                 ScalarType dtype) {
   const Tensor out = torch::stable::new_empty(like, sizes, dtype);
@@ -21,7 +21,7 @@ inline Tensor new_uninitialised(const Tensor& like, torch::headeronly::IntHeader
   const uintptr_t first = reinterpret_cast<uintptr_t>(out.const_data_ptr());
   const uintptr_t end = first + static_cast<uintptr_t>(out.numel()) * out.element_size();
   const uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage;
-  if (end > begin + kHugePage) {  // a hint, which changes nothing but the time
+  if (end > begin + kHugePage) {  // only a hint
     (void)madvise(reinterpret_cast<void*>(begin), (end - begin) / kHugePage * kHugePage,
                   MADV_HUGEPAGE);
   }

@@ -1,5 +1,4 @@
-// What CPU ops over rows share: the vector level, which rows are computed, and how many of them a
-// thread takes.
+// Shared by CPU ops over rows: the vector level, the rows to compute, and the rows per thread.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +26,7 @@ inline float inverse_temperature(const Tensor& temperature) {
   return static_cast<float>(1.0 / value);
 }
 
-// Rows that a thread takes at a time: about 32768 elements.
+// Rows per task of a thread: about 32768 elements.
 inline int64_t grain_rows(int64_t row_elements) {
   return std::max<int64_t>(32768 / row_elements, 1);
 }

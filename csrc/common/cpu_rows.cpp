@@ -1,4 +1,4 @@
-// Elementwise passes over tiles of logits that the caches hold. Compiled once a CPU level.
+// Elementwise passes over tiles of logits in cache. Compiled once per CPU level.
 #include "common/cpu_rows.h"
 
 #include "common/softcap.h"

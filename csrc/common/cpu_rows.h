@@ -1,4 +1,4 @@
-// What a head does to its logits after the matrix product, in place, for each CPU level.
+// Bias and softcap of a head, in place after the matrix product, for each CPU level.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace fusedrl {
 struct HeadKernels {
   // Adds the bias unless it is null, then caps unless `cap` is 0.
   void (*shape)(float* logits, const float* bias, int64_t count, float cap);
-  // Turns gradients of capped logits into those of the logits.
+  // Converts gradients of capped logits to those of the logits, in place.
   void (*chain)(const float* capped, float* grads, int64_t count, float cap);
 };
 

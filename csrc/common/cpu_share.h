@@ -8,20 +8,20 @@
 #include <cstdint>
 
 #if defined(__linux__)
-// Of MKL, where torch multiplies by it: on how many threads a product of the calling thread runs, 0
-// for as many as torch has. Answers what was in force.
+// MKL's thread count for products of the calling thread, if torch uses MKL; 0 means torch's count.
+// Returns the previous value.
 extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int threads);
 #endif
 
 namespace fusedrl {
 
-// In its scope, products run on the thread that calls. Torch tells MKL not to look whether it is
-// called in a parallel region, and there it still splits the sums of narrow products on Intel's
-// CPUs into as many parts as torch has threads, so that bits would depend on their number.
+// In its scope, products run on the calling thread. Torch disables MKL's check for parallel
+// regions, so on Intel CPUs MKL would split the sums of narrow products into as many parts as torch
+// has threads, and results would depend on that number.
 class ProductsOnOneThread {
  public:
   ProductsOnOneThread() {
-    torch::stable::get_num_threads();  // first in a thread, it tells MKL the number that torch has
+    torch::stable::get_num_threads();  // its first call in a thread sets MKL's number
     before_ = tell(1);
   }
   ~ProductsOnOneThread() { tell(before_); }
@@ -47,7 +47,7 @@ struct Span {
   bool operator==(const Span&) const = default;
 };
 
-// A range in spans of `length`, of which the last may be shorter.
+// A range divided into spans of `length`; the last may be shorter.
 struct Spans {
   Span range;
   int64_t length;
@@ -58,8 +58,8 @@ struct Spans {
   }
 };
 
-// Threads take a head's classes in segments of tiles. Their results for a row are merged in the
-// order of the segments, so that no bit depends on the number of threads.
+// Divides a head's classes into segments of tiles, the tasks of threads. Results for a row are
+// merged in the order of the segments, so that they do not depend on the number of threads.
 struct Segments {
   static constexpr int64_t kMost = 128;  // the results for a row then take 6 KiB at most
   Spans tiles;
@@ -76,8 +76,8 @@ struct Segments {
   }
 };
 
-// Calls f(room, i) for every i below `items`; whichever thread is free takes the next one, in a
-// room of its own that make_room() returns. A thread that is descheduled delays no other.
+// Calls f(room, i) for every i below `items`, with one make_room() per thread. Threads take the
+// next item when they are free, so that a descheduled thread does not delay others.
 template <typename MakeRoom, typename F>
 void share(int64_t items, const MakeRoom& make_room, const F& f) {
   if (items == 0) return;

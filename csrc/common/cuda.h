@@ -1,5 +1,4 @@
-// What every CUDA op needs on the host: its device and stream, launches that report errors, and
-// scalars.
+// Host side of all CUDA ops: device and stream, checked launches, and scalar arguments.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,18 +17,18 @@ inline void check_cuda(cudaError_t error, const char* what) {
   check(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
-// Makes a tensor's device current while it exists, and knows the device's current stream.
+// A guard that makes a tensor's device current, with the current stream of the device.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& tensor) : device_(tensor.get_device_index()), guard_(device_) {
-    // This library has a copy of the CUDA runtime of its own, whose device has to be set too.
+    // This library is linked to its own CUDA runtime, whose device has to be set too.
     check_cuda(cudaSetDevice(device_), "cudaSetDevice");
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
-  // How many blocks of the largest size the device runs at a time.
+  // The number of blocks of the largest size that the device runs at a time.
   int64_t blocks_at_once() const {
     int processors = 0;
     check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device_),

@@ -10,15 +10,15 @@
 
 namespace fusedrl {
 
-// out = a b, for a float32 `out`: a half one may be summed in its own dtype, where torch is set so
-// (allow_bf16_reduced_precision_reduction, which is its default).
+// out = a b, for a float32 `out`: by default (allow_bf16_reduced_precision_reduction), torch may
+// sum half-precision outputs in half precision.
 inline void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   using torch::stable::detail::from;
   if (out.scalar_type() == a.scalar_type()) {
     std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
     TORCH_ERROR_CODE_CHECK(
         torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
-    torch::stable::detail::to<Tensor>(stack[0]);  // takes over the returned reference
+    torch::stable::detail::to<Tensor>(stack[0]);  // takes ownership of the returned reference
   } else {
     std::array<StableIValue, 4> stack{from(a), from(b), from(ScalarType::Float), from(out)};
     TORCH_ERROR_CODE_CHECK(

@@ -36,9 +36,9 @@ inline Tensor new_zeros(const Tensor& like, std::vector<int64_t> sizes, ScalarTy
   return torch::stable::new_zeros(like, sizes, dtype);
 }
 
-// The rows of a batch that are multiplied, and in which tiles. If a mask drops rows, or a shift the
-// first of sequences at offsets, the host waits for the device to tell how many are left, but where
-// `known` has stored() of the same batch.
+// The rows of a batch that are multiplied, and their tiles. If a mask drops rows, or a shift drops
+// the first tokens of packed sequences, the host waits for the number of kept rows, unless `known`
+// is the stored() of the same batch.
 class HeadRows {
  public:
   HeadRows(const OnDeviceOf& device, const Tensor& hidden, const std::optional<Tensor>& mask,
@@ -59,8 +59,8 @@ class HeadRows {
     tiles = HeadTiles(kept.count, classes, options);
   }
 
-  // What a backward pass may take as `known`: the tokens that are kept, empty where it may store
-  // nothing, or where there is nothing to know.
+  // The indices of the kept tokens, as `known` for the backward pass; empty if storing is disabled
+  // or all tokens are kept.
   Tensor stored(int64_t most_bytes) const {
     return most_bytes > 0 ? index_ : empty_vector(index_, ScalarType::Long);
   }
@@ -92,8 +92,8 @@ class HeadRows {
   Tensor index_;
 };
 
-// A head over the selected rows of a batch of hidden states. `map` has their strides, if these are
-// not those of the batch that the rows were selected from. `stored` has the logits, if they are.
+// A head over the selected rows of a batch of hidden states. `map` has the strides of these, if
+// they differ from those of the batch. `stored` has the logits, if they were stored.
 template <typename T>
 class CudaHead {
  public:
@@ -118,11 +118,11 @@ class CudaHead {
 
   float* products() const { return mutable_data<float>(products_); }
 
-  // Whether tile() finds what it returns in the workspace: one tile is everything.
+  // Whether the workspace holds all products, as there is only one tile.
   bool holds_all() const { return holds_all_; }
 
-  // The products of some rows and classes, in a workspace that the next call overwrites, unless it
-  // holds all.
+  // The products of some rows and classes, in a workspace that the next call overwrites unless it
+  // holds all products.
   Tile<T> tile(int64_t first_class, int64_t first_row) {
     const int64_t rows = std::min(rows_.tiles.tile.rows, rows_.tiles.padded - first_row);
     const int64_t classes = std::min(rows_.tiles.tile.classes, rows_.rows.classes - first_class);
@@ -142,8 +142,8 @@ class CudaHead {
             shape};
   }
 
-  // What a backward pass may take as `stored`, empty where that takes more than `most_bytes`. In
-  // tiles of a fixed size the rows of a batch are not one tile.
+  // The logits, as `stored` for the backward pass; empty above `most_bytes`, or if they are more
+  // than one tile, as with tiles of a fixed size.
   Tensor stored(int64_t most_bytes) const {
     const bool few = products_.numel() * int64_t(sizeof(float)) <= most_bytes;
     return holds_all_ && few && !rows_.tiles.batch_invariant
@@ -155,7 +155,7 @@ class CudaHead {
   static Tensor gathered(const OnDeviceOf& device, const HeadRows& rows, const RowMap& map,
                          const Tensor& hidden) {
     const int64_t width = hidden.size(hidden.dim() - 1);
-    // Not decided by the index's address, as an index without elements has none either.
+    // Not decided by the address of the index, which is null for an empty index too.
     const bool as_they_are = rows.kept.count == map.tokens && rows.tiles.padded == map.tokens;
     if (as_they_are && hidden.is_contiguous()) {
       return torch::stable::view(hidden, {rows.kept.count, width});
@@ -177,8 +177,8 @@ class CudaHead {
   LogitShape<T> shape_;
 };
 
-// A head's gradients: those of a block of products are multiplied together, as sums over blocks
-// take time. Sums are float32.
+// A head's gradients, with one matrix product per block of tiles, as fewer sums over blocks are
+// faster. Sums are float32.
 template <typename T>
 class CudaHeadGradient {
  public:
@@ -196,20 +196,20 @@ class CudaHeadGradient {
     if (of_hidden) hidden_ = sums({rows.tiles.padded, width_}, ScalarType::Float);
     if (of_weight) weight_ = sums({weight.size(0), width_}, dtype);
     if (of_bias) bias_ = sums({1, weight.size(0)}, ScalarType::Float);
-    // The products of one block are rounded to their place.
+    // With a single block, products are rounded directly into the result.
     if (of_weight && rows.kept.count > rows.tiles.block.rows && dtype != ScalarType::Float) {
       weight_sum_ = new_matrix(weight, rows.tiles.block.classes, width_, ScalarType::Float);
     }
   }
 
-  // Where kernels write the gradients of a tile's products.
+  // The destination of the gradients of a tile's products.
   GradTile<T> grads(int64_t first_class, int64_t first_row) const {
     const int64_t start = first_row % rows_.tiles.block.rows * rows_.tiles.block.classes;
     return {mutable_data<T>(grads_) + start + first_class % rows_.tiles.block.classes,
             rows_.tiles.block.classes};
   }
 
-  // What has been added to the gradients of the selected hidden states, [rows, width].
+  // The sums of the gradients of the selected hidden states so far, [rows, width].
   float* hidden_sums() const { return mutable_data<float>(*hidden_); }
 
   // Adds a block whose gradients are written.
@@ -243,10 +243,10 @@ class CudaHeadGradient {
     }
   }
 
-  // The gradients of hidden states (in their dtype or float32), weight and bias; those that are
-  // not wanted are empty.
+  // The gradients of hidden states (in their dtype or float32), weight and bias; empty if not
+  // requested.
   std::tuple<Tensor, Tensor, Tensor> result(bool hidden_in_float = false) const {
-    // Separate tensors, as outputs of an op must not share storage.
+    // Separate tensors, as outputs of an op must not share memory.
     Tensor hidden = none(), weight = none(), bias = none();
     if (hidden_.has_value()) hidden = hidden_in_float ? scattered<float>() : scattered<T>();
     if (weight_.has_value()) weight = *weight_;
@@ -276,7 +276,7 @@ class CudaHeadGradient {
     return out;
   }
 
-  // What every block adds to, zeros where there is none.
+  // The sums that every block adds to; zeros without any block.
   Tensor sums(std::vector<int64_t> sizes, ScalarType dtype) const {
     return rows_.kept.count > 0 ? torch::stable::new_empty(like_, sizes, dtype)
                                 : new_zeros(like_, sizes, dtype);
@@ -284,7 +284,7 @@ class CudaHeadGradient {
 
   static void copy(Tensor to, const Tensor& from) { torch::stable::copy_(to, from); }
 
-  // Adds a b to sums, or starts them with it, rounded if they are halves.
+  // sums += a b, or sums = a b for the first block; rounded if they are half precision.
   void add_product(const Tensor& sums, const Tensor& a, const Tensor& b, bool starts) const {
     if (starts && sums.scalar_type() == ScalarType::Float) return multiply(sums, a, b);
     const int64_t most = std::max<int64_t>(kTermElements / sums.size(1), 1);

@@ -1,5 +1,5 @@
-// What CUDA kernels share: scalars on host or device, 16-byte accesses, reduction over a block, and
-// asserts. Nothing here uses torch's tensors, so that host tests can run kernels without a GPU.
+// Shared by CUDA kernels: scalars on host or device, 16-byte accesses, reductions over a block, and
+// asserts. Independent of torch, so that host tests can run kernels without a GPU.
 #pragma once
 
 #include <cmath>
@@ -9,14 +9,14 @@
 
 #include "common/host_device.h"
 
-// Stops the kernel with `message` unless `condition` holds, under NDEBUG too. It is for what the
-// host cannot check without waiting for the device.
+// Asserts `condition`, under NDEBUG too, for checks that the host cannot do without waiting for the
+// device.
 #define FUSEDRL_DEVICE_CHECK(condition, message) \
   if (!(condition)) __assert_fail(message, "fusedrl", __LINE__, __func__)
 
 namespace fusedrl {
 
-// A number that the host knows, or that the kernel reads, so that the host need not wait for it.
+// A number on the host or, so that the host need not wait for it, on the device.
 struct Scalar {
   double value;
   const double* device;  // null when `value` holds
@@ -24,8 +24,7 @@ struct Scalar {
   FUSEDRL_HD double get() const { return device == nullptr ? value : *device; }
 };
 
-// 2^x within 2 ulp in one instruction; 0 where the result is no normal number. exp2f spends three
-// more on denormals.
+// 2^x within 2 ulp in one instruction; 0 for subnormal results, for which exp2f has three more.
 FUSEDRL_HD float exp2_normal(float x) {
 #if defined(__CUDA_ARCH__)
   float result;
@@ -105,17 +104,16 @@ FUSEDRL_HD unsigned bytes_past_boundary(const void* p) {
   return static_cast<unsigned>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
-// How many packs of `count` elements are read as packs. The two words that hold such a pack end
-// within the elements, so what is left is less than two packs.
+// The number of packs in `count` elements that are read as packs. The two words that hold such a
+// pack end within the elements, so less than two packs remain.
 template <typename T>
 FUSEDRL_HD int64_t packs_of(int64_t count) {
   return count < Pack<T>::kSize ? 0 : count / Pack<T>::kSize - 1;
 }
 
-// Read-only elements in packs: pack i holds the elements from i * kSize on, wherever the first one
-// lies. Where that is no 16-byte boundary, a pack is put together from the two aligned words it
-// lies in, so that the split of a row among threads, and with it the rounding, does not depend on
-// the row's address.
+// Read-only elements in packs: pack i holds the elements from i * kSize on, at any address. Unless
+// it is aligned to 16 bytes, a pack is assembled from the two aligned words that contain it, so
+// that the split of a row among threads, and with it the rounding, does not depend on the address.
 template <typename T, bool kAligned>
 class PackReader {
  public:

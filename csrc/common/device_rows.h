@@ -1,5 +1,5 @@
-// What CUDA kernels with one block for each row share: the number of threads, which rows are
-// computed, and how a row is written.
+// Shared by CUDA kernels with one block per row: the number of threads, the rows to compute, and
+// how a row is written.
 #pragma once
 
 #include "common/device.h"
@@ -7,8 +7,8 @@
 
 namespace fusedrl {
 
-// Packs that a thread reads before it waits: enough for memory speed in registers that leave room
-// for two blocks.
+// Packs that a thread reads before it waits: enough to saturate memory, with registers for two
+// blocks.
 constexpr int kPacksInFlight = 4;
 
 constexpr int kMinThreads = 128;
@@ -21,7 +21,7 @@ inline int threads_for(int64_t row_bytes) {
   return threads;
 }
 
-// Which rows of a batch of `classes` columns are computed.
+// The rows of a batch of `classes` columns that are computed.
 struct KeptRows {
   const bool* mask;  // null keeps all
   RowMap map;

@@ -1,5 +1,5 @@
-// CUDA kernels around the matrix products of a linear head: they find the rows that are multiplied,
-// make logits of products, and sum gradients.
+// CUDA kernels around the matrix products of a linear head: select the rows, convert products to
+// logits, and sum gradients.
 #pragma once
 
 #include "common/device_rows.h"
@@ -21,7 +21,7 @@ static __global__ void flag_rows(KeptRows rows, bool* kept) {
   }
 }
 
-// Lists the tokens that a shift leaves of padded rows: all but the first of each.
+// Lists the tokens that a shift keeps in padded rows: all except the first of each.
 static __global__ void list_shifted(int64_t period, int64_t count, int64_t* tokens) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
@@ -29,7 +29,7 @@ static __global__ void list_shifted(int64_t period, int64_t count, int64_t* toke
   }
 }
 
-// The rows that some of the tokens read.
+// The rows that the selected tokens read.
 struct Selection {
   RowMap map;
   const int64_t* tokens;  // null for all
@@ -39,7 +39,7 @@ struct Selection {
   __device__ int64_t element(int64_t i) const { return map.element_of_row(map.row_of(token(i))); }
 };
 
-// Rounds a row with a block: in packs, where both rows start on the boundaries that these need.
+// Rounds a row with a block, in packs if both rows are aligned.
 template <typename From, typename T>
 __device__ void copy_row(const From* from, T* to, int64_t width) {
   constexpr int kSize = Pack<From>::kSize;
@@ -85,14 +85,14 @@ static __global__ void add_elements(float* sums, const float* terms, int64_t cou
   }
 }
 
-// Makes a logit of a matrix product: x = scale (product + bias), capped.
+// The logit of a matrix product: x = scale (product + bias), capped.
 template <typename T>
 struct LogitShape {
   const T* bias;  // null for none
   float scale;
   float cap;  // 0 for none
 
-  // Makes logits of the products of `kSize` classes from `first` on, in place.
+  // Converts the products of `kSize` classes from `first` on to logits, in place.
   template <int kSize>
   __device__ __forceinline__ void operator()(float (&x)[kSize], int64_t first) const {
     if (bias != nullptr) {
@@ -119,7 +119,7 @@ struct LogitShape {
 
   bool is_identity() const { return bias == nullptr && scale == 1 && cap == 0; }
 
-  // Makes gradients of products of the gradients of their logits, in place.
+  // Converts gradients of logits to gradients of products, in place.
   template <int kSize>
   __device__ __forceinline__ void chain(float (&grads)[kSize], const float (&logits)[kSize]) const {
 #pragma unroll
@@ -144,10 +144,10 @@ struct Tile {
   __device__ const float* row(int64_t r) const { return products + r * stride_row; }
 };
 
-// Where the gradients of a tile's products go; rows start on the boundaries that store() needs.
+// The destination of the gradients of a tile's products, with rows aligned for store().
 template <typename T>
 struct GradTile {
-  T* first;  // null where they are not wanted
+  T* first;  // null if not requested
   int64_t stride_row;
 
   __device__ T* row(int64_t r) const { return first + r * stride_row; }
@@ -158,14 +158,13 @@ struct Floats {
   float at[kSize];
 };
 
-// Calls f(elements of each row, first) for this thread's share of float32 rows that start on
-// 16-byte boundaries: for packs, of which it reads kBatch of each row before it waits, and for the
-// last elements, which fill none.
+// Calls f(elements of each row, first) for this thread's share of float32 rows aligned to 16 bytes:
+// for packs, with kBatch loads per row in flight, and for single elements at the end.
 template <int kBatch, int kRows, typename F>
 __device__ __forceinline__ void for_each_pack(const float* const (&rows)[kRows], int64_t classes,
                                               F&& f) {
   constexpr int kSize = Pack<float>::kSize;
-  // A tile has fewer than 2^31 elements, and 64 bits would take more instructions.
+  // 32 bits suffice for a tile of fewer than 2^31 elements, and take fewer instructions.
   const int count = static_cast<int>(classes), packs = count / kSize, threads = blockDim.x;
   for (int start = threadIdx.x; start < packs; start += kBatch * threads) {
     uint4 batch[kRows][kBatch];

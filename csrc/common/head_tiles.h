@@ -1,4 +1,4 @@
-// Which part of a head's logits and of their gradients exists at a time on CUDA.
+// The parts of a head's logits and of their gradients that exist at a time on CUDA.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ struct Extent {
 // Tiles of products, and blocks of gradients.
 struct HeadTiles {
   struct Options {
-    bool batch_invariant = false;  // a row's bits must not depend on the number of rows
-    bool one_a_block = false;      // each tile is a block of its own
+    bool batch_invariant = false;  // results of a row must not depend on the number of rows
+    bool one_a_block = false;      // each block is one tile
   };
 
   int64_t count = 0;  // of rows
@@ -24,7 +24,7 @@ struct HeadTiles {
   bool batch_invariant = false;
   int64_t padded = 0;  // rows, with the zeros that fill the last tile if tiles have a fixed size
   Extent tile{};       // of products
-  Extent block{};      // of gradients, some tiles that are multiplied together
+  Extent block{};      // of gradients: the tiles of one matrix product
 
   HeadTiles() = default;
   HeadTiles(int64_t count, int64_t classes, Options options)
@@ -35,20 +35,20 @@ struct HeadTiles {
     tile.classes = std::min(all, room(kTileElements, tile.rows, kColumnStep));
     block = tile;
     if (options.one_a_block) return;
-    // As many tiles as the gradients have room for, more classes before more rows, the last of
-    // which need not fit.
+    // As many tiles as fit into the limit for gradients, first along classes, then along rows,
+    // where the last may exceed it.
     block.classes = std::min(all, room(kGradientElements, tile.rows, tile.classes));
     const int64_t fit = kGradientElements / block.classes;
     block.rows = std::min(padded, room(fit + tile.rows - 1, 1, tile.rows));
   }
 
  private:
-  // The largest multiple of `step` up to `most`, or what is smaller than `step`.
+  // The largest multiple of `step` up to `most`, or `most` if it is smaller than `step`.
   static int64_t multiple(int64_t most, int64_t step) {
     return most < step ? most : most / step * step;
   }
 
-  // For how many there is room beside `others`: a multiple of `step`.
+  // The largest extent, a multiple of `step`, whose product with `others` is within the limit.
   static int64_t room(int64_t elements, int64_t others, int64_t step) {
     return std::max(multiple(elements / others, step), step);
   }

@@ -7,8 +7,8 @@
 
 namespace fusedrl {
 
-// The sequence that contains `token`: the last one that starts at or before it, as empty sequences
-// contain no token.
+// The sequence that contains `token`: the last one that starts at or before it, which skips empty
+// sequences.
 FUSEDRL_HD int64_t sequence_of(int64_t token, const int64_t* offsets, int64_t sequences) {
   int64_t low = 0, high = sequences - 1;
   while (low < high) {

@@ -1,11 +1,11 @@
-// What is said of a token that no class of the head has.
+// The error for a token outside the classes of the head.
 #pragma once
 
 #include "common/check.h"
 
 namespace fusedrl {
 
-// An id below 0 stands for no token, as padding does; one behind the last is of another tokenizer.
+// A negative id is padding; one beyond the vocabulary comes from another tokenizer.
 inline void refuse_class(int64_t target, int64_t classes, int64_t token, int64_t columns) {
   check(false, "tokens: expected values in [0, ", classes, "), got ", target, " at ",
         place_of(token, columns), "; leave it out with mask",

@@ -1,4 +1,4 @@
-// Which row of a batch belongs to which token.
+// The mapping between tokens and rows of a batch.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fusedrl {
 
-// Which row of the logits predicts which token; both are numbered through the whole batch.
+// Maps tokens to the rows of logits that predict them; both have flat indices over the batch.
 struct RowMap {
   int64_t tokens;           // in the batch
   int64_t period;           // tokens in a padded row; `tokens` when packed

@@ -20,7 +20,7 @@ inline RowMap row_map(const Tensor& batch, const std::optional<Tensor>& offsets,
           shift};
 }
 
-// An uninitialised float32 vector of `width` elements a token of the batch, or one element.
+// An uninitialised float32 tensor with `width` elements per token of the batch, or one element.
 inline Tensor empty_per_token(const Tensor& batch, int64_t width = 0) {
   std::vector<int64_t> sizes(batch.sizes().begin(), batch.sizes().end() - 1);
   if (width > 0) sizes.push_back(width);

@@ -1,12 +1,12 @@
-// The bound that some models put on their logits.
+// The softcap of some models' logits.
 #pragma once
 
 #include "common/host_device.h"
 
 namespace fusedrl {
 
-// cap tanh(x / cap), by its series where the quotient of exponentials cancels. `exp` may be wrong
-// beyond +-80.
+// cap tanh(x / cap), by its series where the quotient of exponentials cancels. `exp` need not be
+// valid beyond +-80.
 template <typename V, typename Exp>
 FUSEDRL_HD V softcapped(V x, float cap, Exp&& exp) {
   const V u = x / cap;

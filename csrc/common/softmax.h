@@ -1,5 +1,4 @@
-// Softmax statistics that can be merged: those of chunks of a row, of threads, of vocabulary
-// shards.
+// Softmax statistics that can be merged over chunks of a row, threads, or vocabulary shards.
 #pragma once
 
 #include <cmath>
@@ -17,7 +16,7 @@ struct SoftmaxPart {
   Acc dot = 0;  // sum_v d_v e^{d_v}, for the entropy
 };
 
-// The statistics of two parts together. A part that is all -inf has sum 0, and contributes nothing.
+// The merged statistics of two parts. A part of only -inf has sum 0 and contributes nothing.
 template <typename Acc>
 FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float inv_temperature) {
   const bool ordered = x.max >= y.max;
@@ -33,14 +32,14 @@ FUSEDRL_HD SoftmaxPart<Acc> merge(SoftmaxPart<Acc> x, SoftmaxPart<Acc> y, float 
 }
 
 // Whether the largest logit, 2^rise times as likely as the one that `sum` is relative to, has to
-// take its place. A log-prob and an entropy are what is left where that distance cancels, so it has
-// to be short; and where the largest has much of the probability, little may be left: then it is 0.
+// replace it. Log-probs and entropies lose digits to a large distance, so it has to be small; it
+// has to be 0 if the largest logit has most of the probability, where results are close to 0.
 FUSEDRL_HD bool rises_too_far(float rise, double sum) {
   return rise > 4 || (rise > 0 && 8 * std::exp2(rise) > sum);
 }
 
-// log sum_v e^{z_v} = max / temperature + log_sum. Added up, large logits would take log_sum's
-// digits.
+// log sum_v e^{z_v} = max / temperature + log_sum. Kept separate, as log_sum would lose its digits
+// in a sum with large logits.
 struct Normalizer {
   float max;
   float log_sum;

@@ -1,4 +1,4 @@
-// What every op uses of the stable ABI: short names, optional pointers, and dispatch by dtype.
+// Helpers for torch's stable ABI: short names, optional pointers, and dispatch by dtype.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -49,7 +49,7 @@ inline Tensor empty_vector(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, std::vector<int64_t>{0}, dtype);
 }
 
-// Kernels use these values as indices, and compiled graphs call ops without the checks in Python.
+// Checked here too, as compiled graphs skip the checks in Python, and kernels index with these.
 inline void check_offsets(const std::optional<Tensor>& offsets, int64_t tokens) {
   if (!offsets.has_value()) return;
   const int64_t* bounds = data<int64_t>(offsets);

@@ -1,4 +1,4 @@
-// How the torch-free bindings call the CPU kernels of token_kl, without torch's dispatcher.
+// The entry point of the CPU kernels of token_kl for the torch-free bindings, without dispatcher.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,8 @@ namespace fusedrl {
 
 enum class TokenDtype : int64_t { float32, bfloat16, float16, float64 };
 
-// Contiguous columns with one value a token; null for a column there is not. With `is_backward` the
-// rewards are the upstream gradients of the penalised ones, and `out` is the gradient of the
-// log-probs.
+// Contiguous columns with one value per token, null if absent. With `is_backward`, the rewards are
+// the upstream gradients of the penalised rewards, and `out` is the gradient of the log-probs.
 struct TokenKLCall {
   const void *log_probs, *ref_log_probs;
   const void* mask;  // null keeps all

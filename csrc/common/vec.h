@@ -1,6 +1,6 @@
-// Float vectors of one CPU level, on the compiler's vector extensions.
+// Float vectors of one CPU level, by the compiler's vector extensions.
 //
-// Compiled once a level: FUSEDRL_LEVEL names the namespace, FUSEDRL_VEC_BYTES the vector width.
+// Compiled once per level: FUSEDRL_LEVEL names the namespace, FUSEDRL_VEC_BYTES the vector width.
 // Elements are processed in blocks of two vectors. The order of elements inside a block depends on
 // the type (a 32-bit word holds two bfloat16, split by a shift and an and), and load and store
 // agree on it.
@@ -34,7 +34,7 @@ struct Block {
 
 inline F splat(float x) { return F{} + x; }
 
-// The second operand if either is NaN. It is one instruction; compilers make two of the ternary.
+// The second operand if either is NaN. One instruction, where a ternary is compiled to two.
 inline F max(F x, F y) {
 #if defined(__AVX512F__)
   return (F)_mm512_maskz_max_ps(0xffff, (__m512)x, (__m512)y);
@@ -168,7 +168,7 @@ inline void for_each_block_pair(const T* p, const T* q, int64_t count, T fill, B
   if (i < count) f(load_part(p + i, count - i, fill), load_part(q + i, count - i, fill), i);
 }
 
-// The largest of them; NaN where the last of a lane's is.
+// The largest element; NaN if the last element of a lane is NaN.
 template <typename T>
 inline float max_element(const T* p, int64_t count) {
   F max_a = splat(-INFINITY), max_b = max_a;

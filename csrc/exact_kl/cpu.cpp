@@ -1,4 +1,4 @@
-// CPU ops: kept rows are independent, shared out among torch's threads; dropped ones cost nothing.
+// CPU ops: kept rows are independent and divided among torch's threads; dropped rows are skipped.
 #include <algorithm>
 #include <tuple>
 
@@ -10,7 +10,7 @@
 namespace fusedrl {
 namespace {
 
-// Both rows of every token; `map` numbers them and finds those of the logits.
+// Both rows of every token; `map` maps tokens to rows of the logits.
 template <typename T>
 struct PairRows {
   const T* logits;

@@ -1,10 +1,9 @@
-// One pass over two rows, in chunks that stay in L1: the first, a short one, finds its maxima
-// before it exponentiates, the others are relative to those unless they rise above them too far.
-// A mixture takes a second pass, with the normalizers. Compiled once a CPU level. Every choice
-// depends on the two rows alone.
+// One pass over two rows, in chunks that stay in L1. The first chunk is short and finds its maxima
+// before it exponentiates; later chunks are relative to these unless they rise too far above them.
+// A mixture has a second pass, with the normalizers. Compiled once per CPU level. Every choice
+// depends only on the two rows.
 //
-// Lambdas are always inlined: where the compiler would call them, sums live in memory, and a pass
-// takes twice the instructions.
+// Lambdas are always inlined: if called, they keep sums in memory, which doubles the instructions.
 #include "exact_kl/cpu_rows.h"
 
 #include <algorithm>
@@ -17,7 +16,7 @@ namespace {
 constexpr int64_t kFirstChunk = 512;
 constexpr int64_t kChunk = 2048;
 
-// The sums of a part, and how far its logits rise above its maxima, one a lane.
+// The sums of a part, and how far its logits rise above its maxima, per lane.
 struct Sums {
   F top_p = splat(-INFINITY), top_q = splat(-INFINITY);
   F sum_p{}, sum_q{}, cross{};
@@ -32,7 +31,7 @@ struct Sums {
   }
 };
 
-// Those of the entropies: apart, since compilers keep a larger structure in memory.
+// The sums of the entropies: separate, as compilers keep a larger structure in memory.
 struct Dots {
   F p{}, q{};
 
@@ -83,7 +82,7 @@ PairPart<double> pair_part(const T* logits, const T* ref_logits, int64_t count,
     const T *x = logits + start, *y = ref_logits + start;
     PairPart<double> part;
     Pair<float> rise{INFINITY, INFINITY};
-    // A chunk rarely rises far above what came before: relative to the same logits, one read.
+    // Chunks rarely rise far above earlier ones, so one read relative to the same logits suffices.
     if (all.max_p > -INFINITY && all.max_q > -INFINITY) {
       part = chunk_part<kEntropies>(x, y, size, inv_temperature, all.max_p, all.max_q, rise);
     }
@@ -99,7 +98,7 @@ PairPart<double> pair_part(const T* logits, const T* ref_logits, int64_t count,
 
 inline F probability(F log_p) { return exp2_or_zero(log_p, kLog2E); }
 
-// What log_ratios takes.
+// The `math` argument of log_ratios.
 struct Math {
   FUSEDRL_HD static F inverse(F x) { return 1.0f / x; }
   FUSEDRL_HD static F log(F x, F less_one) { return log_of(x, less_one); }
@@ -160,7 +159,7 @@ void backward_of(const T* logits, const T* ref_logits, T* grad, T* grad_ref, int
                       });
 }
 
-// A gradient that nobody asked for is not computed either.
+// Gradients that are not requested are not computed.
 template <bool kMixture, bool kEntropies, typename T>
 void backward(const T* logits, const T* ref_logits, T* grad, T* grad_ref, int64_t count,
               PairGradient gradient) {

@@ -1,5 +1,5 @@
-// The kernels of two rows for each CPU level: logits in, statistics or gradients out. They work on
-// any part of a row, so that a row may come in tiles.
+// The kernels of two rows for each CPU level: logits in, statistics or gradients out. They accept
+// any part of a row, so that a row may be processed in tiles.
 #pragma once
 
 #include "common/cpu_level.h"
@@ -33,7 +33,7 @@ template <typename T>
 PairKernels<T> pair_kernels(bool mixture, bool entropies);
 }
 
-// Those of KL or of a mixture, with the entropies of both rows or without.
+// The kernels of KL or of a mixture, with or without the entropies of both rows.
 template <typename T>
 PairKernels<T> pair_kernels(CpuLevel level, bool mixture, bool entropies) {
 #if defined(FUSEDRL_X86_LEVELS)

@@ -1,8 +1,8 @@
-// CUDA kernels: one block a token, one pass over its two rows, and a second one for a mixture.
-// A token that is dropped costs one thread's zeros.
+// CUDA kernels: one block per token, one pass over its two rows, and a second one for a mixture.
+// For a dropped token, one thread writes zeros.
 //
-// How the rows are split among threads depends on their number of classes and dtype alone, and
-// parts are merged in a fixed order, so the bits depend neither on the batch nor on addresses.
+// The split of rows among threads depends only on the number of classes and the dtype, and parts
+// are merged in a fixed order, so results depend neither on the batch nor on addresses.
 #pragma once
 
 #include "common/device_rows.h"
@@ -10,8 +10,8 @@
 
 namespace fusedrl {
 
-// Packs of each row that a thread has in flight: eight elements, or registers run out; for a
-// mixture, which reads the rows twice and has more to compute, one pack.
+// Packs of each row that a thread has in flight: eight elements, limited by registers; for a
+// mixture, which reads the rows twice and computes more, one pack.
 template <bool kMixture, typename T>
 constexpr int kPairBatch = kMixture ? 1 : 8 / Pack<T>::kSize;
 
@@ -32,14 +32,14 @@ constexpr float kLog2OfE = 1.44269504f;
 
 __device__ __forceinline__ float exp_of(float x) { return exp2_normal(x * kLog2OfE); }
 
-// What log_ratios takes.
+// The `math` argument of log_ratios.
 struct MixtureMath {
   __device__ __forceinline__ float inverse(float x) const { return inverse_normal(x); }
 
-  // Far from 1 by the instruction, which would have no digits near 1; there x - 1 + (x - 1)^2 times
-  // the polynomial that is best between 0.85 and 1.15: within 1.7e-7 of the logarithm's value.
+  // The instruction far from 1; near 1, where it cancels, x - 1 + (x - 1)^2 times the best
+  // polynomial between 0.85 and 1.15, within 1.7e-7 of the logarithm's value.
   __device__ __forceinline__ float log(float x, float less_one) const {
-    constexpr float kTiny = 1e-37f;  // of 0 a finite number, and lost in any other x that counts
+    constexpr float kTiny = 1e-37f;  // makes log 0 finite, and is negligible in any relevant x
     const float far = log2_normal(x + kTiny) * 0.693147181f;
     float factor = 0.20409307f + less_one * -0.17097582f;
     factor = 0.33331016f + less_one * (-0.24996339f + less_one * factor);
@@ -85,8 +85,8 @@ __device__ __forceinline__ float max_of(const Pack<T> (&packs)[kPacks]) {
   return max;
 }
 
-// How packs of both rows are added to a part: with their entropies or without, and without the sum
-// for KL where a mixture is asked for.
+// Adds packs of both rows to a part: with or without their entropies, and without the sum for KL if
+// there is a mixture.
 template <bool kMixture, bool kEntropies>
 struct AddToPart {
   float inv_temperature;
@@ -97,7 +97,7 @@ struct AddToPart {
                                              const Pack<T> (&y)[kPacks]) const {
     part = part.relative_to(fmaxf(part.max_p, max_of(x)), fmaxf(part.max_q, max_of(y)),
                             inv_temperature);
-    if constexpr (kMixture) part.cross = 0;  // costs no registers then
+    if constexpr (kMixture) part.cross = 0;  // frees its registers
     if constexpr (!kEntropies) part.dot_p = part.dot_q = 0;
     const float base_p = part.max_p == -INFINITY ? 0.0f : part.max_p;
     const float base_q = part.max_q == -INFINITY ? 0.0f : part.max_q;
@@ -130,7 +130,7 @@ struct AddToPart {
   }
 };
 
-// How packs of both rows are added to the sums of p log(p / m) and q log(q / m).
+// Adds packs of both rows to the sums of p log(p / m) and q log(q / m).
 struct AddToSums {
   Pair<Normalizer> normalizers;
   Pair<float> shares;
@@ -155,7 +155,7 @@ struct AddToSums {
   }
 };
 
-// What this thread reads of two rows, added to `Sums` by `add`.
+// This thread's share of two rows, added to `Sums` by `add`.
 template <typename Sums, int kBatch, typename T, typename Add>
 __device__ __forceinline__ Sums sums_of_thread(const T* row, const T* ref_row, int64_t classes,
                                                Add add) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ Sums sums_of_thread(const T* row, const T* ref_row, i
   return sums;
 }
 
-// The part that is the whole of two rows, in thread 0.
+// The statistics of two whole rows, in thread 0.
 template <bool kMixture, bool kEntropies, typename T>
 __device__ __forceinline__ PairPart<float> part_of(const T* row, const T* ref_row, int64_t classes,
                                                    float inv_temperature) {
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 }
 
-// The gradients of the two logits of a class, whose softmaxes are computed anew.
+// The gradients of the two logits of a class, from recomputed softmaxes.
 template <bool kMixture, bool kEntropies>
 struct LogitPairGradients {
   PairGradient gradient;
@@ -233,8 +233,7 @@ struct LogitPairGradients {
   }
 };
 
-// Writes the gradients of two rows. Either may be null; otherwise they lie alike between 16-byte
-// boundaries.
+// Writes the gradients of two rows. Either may be null; otherwise both have the same alignment.
 template <bool kMixture, bool kEntropies, typename T>
 struct PairBackward {
   const T* row;

@@ -1,7 +1,7 @@
 // Divergences of two softmaxes, p of logits / temperature and q of reference logits / temperature:
-// KL(p || q) = sum_v p_v (log p_v - log q_v), and the generalised Jensen-Shannon divergence
-// (1 - beta) KL(p || m) + beta KL(q || m) from their mixture m = (1 - beta) p + beta q. With them
-// the entropies -sum_v p_v log p_v of both.
+// KL(p || q) = sum_v p_v (log p_v - log q_v), and the generalised Jensen-Shannon divergence (1 -
+// beta) KL(p || m) + beta KL(q || m) from their mixture m = (1 - beta) p + beta q. Also the
+// entropies -sum_v p_v log p_v of both.
 #pragma once
 
 #include <cmath>
@@ -39,7 +39,7 @@ struct PairPart {
     const Acc shift_p = shift_of(max_p, new_max_p), shift_q = shift_of(max_q, new_max_q);
     const Acc scale_p = std::exp(shift_p), scale_q = std::exp(shift_q);
     const Acc mass_p = scale_p * sum_p, mass_q = scale_q * sum_q;
-    // Without mass nothing counts, neither a shift of -inf nor an infinite cross.
+    // A part with sum 0 contributes nothing, even if its shift or its cross is infinite.
     const auto where = [](Acc mass, Acc value) { return mass == Acc(0) ? Acc(0) : value; };
     return {new_max_p,
             new_max_q,
@@ -67,19 +67,19 @@ FUSEDRL_HD PairPart<Acc> merge(PairPart<Acc> x, PairPart<Acc> y, float inv_tempe
           x.dot_q + y.dot_q};
 }
 
-// The weights of p and q in their mixture, 1 - beta and beta, which add up to 1. Each is rounded by
-// itself, so that neither loses its digits where the other is almost 1.
+// The weights of p and q in their mixture, 1 - beta and beta. Each is rounded separately, so that a
+// small one keeps its digits.
 inline Pair<float> shares_of(double beta) {
   return {static_cast<float>(1.0 - beta), static_cast<float>(beta)};
 }
 
-// A divergence of beta = 1 is KL(p || q), which needs no mixture.
+// beta = 1 stands for KL(p || q), without a mixture.
 inline bool is_mixture(double beta) { return beta != 1.0; }
 
-// What the backward pass needs of two rows, six floats: their normalizers, and the means of what
-// their classes are scored by, which add up to the divergence. For KL the score of p is
-// log(p_v / q_v), and q has none; with a mixture they are (1 - beta) log(p_v / m_v) and
-// beta log(q_v / m_v).
+// The statistics of two rows for the backward pass, six floats: their normalizers, and the mean of
+// a score over each distribution; the means add up to the divergence. For KL the score of p is
+// log(p_v / q_v), and that of q is 0; with a mixture they are (1 - beta) log(p_v / m_v) and beta
+// log(q_v / m_v).
 struct PairStatistics {
   Pair<Normalizer> normalizers;
   Pair<float> mean;
@@ -87,14 +87,14 @@ struct PairStatistics {
 
 struct PairResult {
   float divergence;
-  Pair<float> entropies;  // without meaning unless asked for
+  Pair<float> entropies;  // undefined unless requested
   PairStatistics statistics;
 };
 
-// Where the results of every token go.
+// The destinations of the results of every token.
 struct PairOutputs {
   float* divergence;
-  Pair<float>* entropies;  // null unless asked for
+  Pair<float>* entropies;  // null unless requested
   PairStatistics* statistics;
 
   FUSEDRL_HD void write(int64_t n, const PairResult& result) const {
@@ -115,13 +115,13 @@ FUSEDRL_HD Pair<float> entropies_of(PairPart<Acc> row) {
           float(std::log(row.sum_q) - row.dot_q / row.sum_q)};
 }
 
-// A divergence outside its bounds is rounding; NaN stays.
+// Clamps a divergence to its bounds, which only rounding exceeds; NaN stays.
 template <typename Acc>
 FUSEDRL_HD float within(Acc x, Acc bound) {
   return float(x < Acc(0) ? Acc(0) : x > bound ? bound : x);
 }
 
-// KL from the part that is the whole of both rows.
+// KL from the statistics of both whole rows.
 template <typename Acc>
 FUSEDRL_HD PairResult finish(PairPart<Acc> row) {
   const Acc kl = row.cross / row.sum_p + std::log(row.sum_q / row.sum_p);
@@ -135,9 +135,8 @@ FUSEDRL_HD Acc log_of_share(Acc share, Acc other) {
   return share < other ? std::log(share) : std::log1p(-other);
 }
 
-// The divergence from the mixture, from the sums of p_v log(p_v / m_v) and q_v log(q_v / m_v). What
-// errors of the normalizers add to one sum they take from the other, so neither is kept within
-// bounds alone.
+// The divergence from the mixture, from the sums of p_v log(p_v / m_v) and q_v log(q_v / m_v).
+// Errors of the normalizers cancel between the two sums, so only the total is clamped.
 template <typename Acc>
 FUSEDRL_HD PairResult finish(Pair<Normalizer> normalizers, Pair<float> entropies, Pair<Acc> sums,
                              Pair<float> shares) {
@@ -146,12 +145,12 @@ FUSEDRL_HD PairResult finish(Pair<Normalizer> normalizers, Pair<float> entropies
   return {within(of_p + of_q, bound), entropies, {normalizers, {float(of_p), float(of_q)}}};
 }
 
-// log(p / m) and log(q / m). `math` has an inverse and a log, of a ratio and the ratio less 1,
-// which keeps its digits here where p and m are nearly equal; of 0 log makes any finite number, and
-// so does this function where p or q is 0.
+// log(p / m) and log(q / m). `math` has an inverse, and a log of a ratio that is also given the
+// ratio less 1, which is accurate if p and m are nearly equal. For 0, its log may return any finite
+// number, and so may this function if p or q is 0.
 template <typename V, typename Math>
 FUSEDRL_HD Pair<V> log_ratios(V p, V q, Pair<float> shares, Math math) {
-  constexpr float kTiny = 1e-37f;  // 0 / 0 where both are 0; lost in any m that counts
+  constexpr float kTiny = 1e-37f;  // avoids 0 / 0 if both are 0; negligible in any relevant m
   const V inverse = math.inverse(p * shares.p + (q * shares.q + kTiny)), apart = (p - q) * inverse;
   return {math.log(p * inverse, apart * shares.q), math.log(q * inverse, apart * -shares.p)};
 }
@@ -197,7 +196,7 @@ struct PairGradient {
   }
 };
 
-// What the backward pass reads of every token.
+// The inputs of the backward pass for every token.
 struct PairUpstream {
   const float* divergence;                // upstream gradient
   const Pair<float>* upstream_entropies;  // null without entropies

@@ -1,4 +1,4 @@
-// The tensors that the ops of two rows answer in, and those that their gradients start from.
+// The output tensors of the ops of two rows, and the inputs of their backward passes.
 #pragma once
 
 #include <tuple>
@@ -12,7 +12,7 @@ struct PairResults {
   bool with_entropies;
   Tensor divergence, entropies, statistics;
 
-  // For the tokens of a batch; without entropies theirs is empty.
+  // For the tokens of a batch; the tensor of entropies is empty unless requested.
   PairResults(const Tensor& batch, bool with_entropies)
       : with_entropies(with_entropies),
         divergence(empty_per_token(batch)),

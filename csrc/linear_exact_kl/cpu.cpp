@@ -1,4 +1,4 @@
-// CPU ops: tiles of both heads' logits, the same rows and classes at a time, through the row
+// CPU ops: tiles of both heads' logits, with the same rows and classes, as inputs of the row
 // kernels of exact_kl.
 #include <tuple>
 #include <utility>
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
       },
       [&](const auto& x, const auto& y) { return merge(x, y, inv_temperature); });
 
-  // A mixture needs both normalizers first, hence all logits a second time.
+  // A mixture needs both normalizers first, so all logits are computed twice.
   const auto plus = [](const Pair<double>& x, const Pair<double>& y) {
     return Pair<double>{x.p + y.p, x.q + y.q};
   };

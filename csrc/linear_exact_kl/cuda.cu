@@ -1,4 +1,4 @@
-// CUDA ops: the same tile of both heads' matrix products at a time, each consumed right after.
+// CUDA ops: one tile of both heads' matrix products at a time, consumed immediately.
 #include <tuple>
 
 #include "common/cuda_head.h"
@@ -43,7 +43,7 @@ auto gradient_kernel(bool mixture, bool entropies) {
                               : differentiate_pair_tile<false, false, T>);
 }
 
-// backward() multiplies again, unless all logits of a head are one tile, which is stored.
+// backward() recomputes the logits, unless those of a head are one tile, which is stored.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor hidden, Tensor weight, std::optional<Tensor> bias, double scale, double softcap,
     Tensor ref_hidden, Tensor ref_weight, std::optional<Tensor> ref_bias, double ref_scale,
@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
       const auto [p, q] = heads.tiles(first_class, first_row);
       device.launch(add, p.rows, threads_of(p), p, q, rows.rows, first_class == 0, of_parts);
     });
-    if (mixture) {  // needs both normalizers first, hence every product again that is not held
+    if (mixture) {  // needs both normalizers first, so products that are not held are recomputed
       for_each_tile(rows.tiles, [&](int64_t first_class, int64_t first_row) {
         const auto [p, q] = heads.tiles(first_class, first_row);
         device.launch(add_mixture_tile<T>, p.rows, threads_of(p), p, q, rows.rows, first_class == 0,

@@ -1,5 +1,5 @@
-// CUDA kernels: what becomes of the same tile of two heads' matrix products, one block a row. Rows
-// of both tiles start on 16-byte boundaries.
+// CUDA kernels that process one tile of two heads' matrix products, one block per row. Rows of both
+// tiles are aligned to 16 bytes.
 #pragma once
 
 #include "common/head_kernels.h"
@@ -7,7 +7,7 @@
 
 namespace fusedrl {
 
-// Turns the products of a tile into logits, in place.
+// Converts the products of a tile to logits, in place.
 template <typename T>
 __global__ void shape_tile(Tile<T> tile, float* products) {
   for (int64_t r = blockIdx.x; r < tile.rows; r += gridDim.x) {
@@ -18,7 +18,7 @@ __global__ void shape_tile(Tile<T> tile, float* products) {
   }
 }
 
-// Adds a tile of logits to the parts of its rows, or starts them.
+// Adds a tile of logits to the statistics of its rows, or initialises them.
 template <bool kEntropies, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     add_pair_tile(Tile<T> tile, Tile<T> ref_tile, KeptRows rows, bool first,
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 }
 
-// The same for the sums of a mixture, once the parts are whole.
+// The same for the sums of a mixture, once the statistics are complete.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     add_mixture_tile(Tile<T> tile, Tile<T> ref_tile, KeptRows rows, bool first, Pair<float> shares,

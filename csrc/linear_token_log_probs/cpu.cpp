@@ -1,4 +1,4 @@
-// CPU ops: the head's logits of the kept rows, a tile at a time, through the row kernels of
+// CPU ops: tiles of the head's logits of the kept rows, as inputs of the row kernels of
 // token_log_probs.
 #include <algorithm>
 #include <tuple>
@@ -9,9 +9,9 @@
 namespace fusedrl {
 namespace {
 
-// The softmax of each row, and the sum of the head's weights over all classes but the target: where
-// only the hidden states have a gradient, that is all it takes from the vocabulary, whatever the
-// loss. A part of the classes is weighed by exponentials relative to the largest logit so far.
+// The softmax of each row, and the sum of the head's weights over all classes except the target. If
+// only the hidden states have a gradient, these suffice for any loss. Classes are weighted by
+// exponentials relative to the largest logit so far.
 std::vector<RowSoftmax> softmax_and_sums(const CpuHead& head, const TileRows& tiles,
                                          const std::vector<int64_t>& targets, float inv_temperature,
                                          CpuHeadGradient& sums) {
@@ -49,7 +49,7 @@ std::vector<RowSoftmax> softmax_and_sums(const CpuHead& head, const TileRows& ti
       if (softmax.max > before) {
         sums.rescale(row, std::exp((before - softmax.max) * inv_temperature));
       }
-      // What its target will add counts as much as all that the others have.
+      // The target's contribution is as large as that of all other classes.
       const double of_target = std::exp((target_logit - softmax.max) * inv_temperature);
       tiles.expect(sums, row, targets[row],
                    static_cast<float>(std::fmax(softmax.sum - of_target, 0.0)));
@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   for (size_t i = 0; i < kept.tokens.size(); ++i) {
     const int64_t n = kept.tokens[i];
     const float log_prob = data<float>(log_probs)[n];
-    if (log_prob == -INFINITY) continue;  // it may be in no shard
+    if (log_prob == -INFINITY) continue;  // the target is in no shard
     tiles.expect(gradient, i, kept.targets[i], of_row(n).target(log_prob));
   }
   const std::array<HeadOfRows, 1> heads{{{head, StoredLogits(head, logits), &gradient}}};
@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     tiles.differentiate(x[0], grads[0], tile, kept.targets[i], of_row(n),
                         data<float>(log_probs)[n]);
   });
-  // The ranks of a sharded vocabulary add theirs up before it is rounded.
+  // The ranks of a sharded vocabulary sum their gradients before rounding.
   const ScalarType of_hidden_states =
       vocab_offset.has_value() ? ScalarType::Float : hidden.scalar_type();
   return {gradient.hidden(kept.map, kept.tokens, of_hidden_states), gradient.weight(),

@@ -1,4 +1,4 @@
-// What CPU ops do with a tile of a head's logits for each kept token: take its share of the row's
+// Operations of CPU ops on a tile of a head's logits, for each kept token: add it to the row's
 // softmax, or overwrite it with its gradients.
 #pragma once
 
@@ -15,11 +15,11 @@
 
 namespace fusedrl {
 
-// The tokens that are computed, and each one's target: in this shard of the vocabulary, or outside.
+// The tokens that are computed, and their targets, which may be outside this shard.
 struct KeptTokens {
   RowMap map;
   std::vector<int64_t> tokens, targets;
-  int64_t columns;  // of padded tokens; 0 of packed ones
+  int64_t columns;  // of padded tokens; 0 if packed
 
   KeptTokens(const Tensor& hidden, const Tensor& all_tokens, const std::optional<Tensor>& mask,
              const std::optional<Tensor>& offsets, bool shift, std::optional<int64_t> vocab_offset)
@@ -40,7 +40,7 @@ struct KeptTokens {
   }
 };
 
-// A row's softmax as far as its classes have been seen.
+// A row's softmax over the classes so far.
 struct RowSoftmax {
   SoftmaxPart<double> part;
   float target_logit = -INFINITY;
@@ -65,18 +65,18 @@ class TileRows {
             y.target_logit <= x.target_logit ? x.target_logit : y.target_logit};
   }
 
-  // What each class's weights count in their sum, from a row's logits, in place.
+  // Converts a row's logits to the factors of each class in the sum of weights, in place.
   void weigh(float* x, Span tile, int64_t target, float max) const {
     differentiate(x, x, tile, target, exponentials(max, inv_temperature_), 0.0f);
   }
 
-  // Tells the head's gradient of a row what the target's will be, wherever in the vocabulary it is.
-  // A softcap may leave nothing of it.
+  // Announces the target's gradient of a row to the head's gradient, also for a target in another
+  // shard. A softcap may reduce it to 0.
   void expect(CpuHeadGradient& head, int64_t row, int64_t target, float of_target) const {
     if (!head_.is_capped()) head.expect(row, target, of_target);
   }
 
-  // The gradients of a row's products from its logits, which they may overwrite.
+  // The gradients of a row's products from its logits, which may be overwritten.
   void differentiate(const float* x, float* grads, Span tile, int64_t target,
                      const RowGradient& gradient, float target_log_prob) const {
     const LogitsOfTile capped(x, grads, tile.count, head_.is_capped());

@@ -1,4 +1,4 @@
-// CUDA ops: matrix products a tile at a time, each consumed by a kernel right after.
+// CUDA ops: one tile of matrix products at a time, consumed immediately.
 #include <tuple>
 #include <type_traits>
 
@@ -8,8 +8,8 @@
 namespace fusedrl {
 namespace {
 
-// Adds up each row's softmax over the tiles, and where `sums` are wanted, the weights of all
-// classes but the target as each counts.
+// Accumulates each row's softmax over the tiles and, if `sums` are requested, the weighted sum of
+// the weights of all classes except the target.
 template <typename T>
 Tensor add_tiles(const OnDeviceOf& device, const HeadRows& rows, CudaHead<T>& head,
                  const Tensor& hidden, const Tensor& weight, const int64_t* targets, bool entropy,
@@ -21,7 +21,7 @@ Tensor add_tiles(const OnDeviceOf& device, const HeadRows& rows, CudaHead<T>& he
                   rows.rows, targets, parts);
     return tile;
   };
-  // Nobody asks for sums of float16 weights: its range ends before that of exponentials.
+  // Never requested for float16 weights, whose range is too small for the exponentials.
   if constexpr (!std::is_same_v<T, Half>) {
     if (sums_weights) {
       CudaHeadGradient<T> sums(device, rows, head, hidden, weight, true, false, false);
@@ -44,8 +44,8 @@ Tensor add_tiles(const OnDeviceOf& device, const HeadRows& rows, CudaHead<T>& he
   return empty_vector(hidden, ScalarType::Float);
 }
 
-// backward() multiplies again, unless all logits are one tile, which is stored, or only the hidden
-// states have a gradient, whose sums of weights are.
+// backward() recomputes the logits, unless they are one tile, which is stored, or only the hidden
+// states have a gradient: then the sums of weights are stored.
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                                            Tensor tokens, std::optional<Tensor> mask,
                                            std::optional<Tensor> offsets, bool shift,
@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
                         gradient.grads(first_class, first_row));
         },
         [&](int64_t first_class, int64_t first_row) { gradient.add(first_class, first_row); });
-    // The ranks of a sharded vocabulary add theirs up before it is rounded.
+    // The ranks of a sharded vocabulary sum their gradients before rounding.
     grads = gradient.result(vocab_offset.has_value());
   });
   return grads;

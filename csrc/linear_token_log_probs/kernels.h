@@ -1,4 +1,4 @@
-// CUDA kernels: what becomes of a tile of a head's matrix products, one block a row.
+// CUDA kernels that process one tile of a head's matrix products, one block per row.
 #pragma once
 
 #include "common/head_kernels.h"
@@ -7,7 +7,7 @@
 
 namespace fusedrl {
 
-// The statistics of every token before any of its logits.
+// Initialises the statistics of every token.
 static __global__ void start_parts(KeptRows rows, const int64_t* tokens, bool whole_vocabulary,
                                    bool first_shard, VocabPart* parts) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
@@ -20,7 +20,7 @@ static __global__ void start_parts(KeptRows rows, const int64_t* tokens, bool wh
   }
 }
 
-// Adds a tile's logits to their tokens' statistics: one block a row.
+// Adds a tile's logits to their tokens' statistics: one block per row.
 template <bool kEntropy, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     add_tile(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens, VocabPart* parts) {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
 }
 
 // Writes the gradients of a row of matrix products, in the dtype of the products' factors. `target`
-// counts in the tile.
+// is relative to the tile.
 template <typename T>
 __device__ void differentiate_row(const Tile<T>& tile, const float* row, T* grad, int64_t target,
                                   const RowGradient& gradient, float target_log_prob) {
@@ -59,8 +59,8 @@ __device__ void differentiate_row(const Tile<T>& tile, const float* row, T* grad
   });
 }
 
-// Turns the logits of a tile into what their classes' weights count in a row's sum, relative to the
-// largest logit so far, and makes the sum so far relative to it, too: one block a row.
+// Converts the logits of a tile to the factors of their classes in a row's sum of weights, relative
+// to the largest logit so far, and rescales the sum so far: one block per row.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     weigh_tile(Tile<T> tile, Selection kept, KeptRows rows, const int64_t* tokens,
@@ -96,7 +96,7 @@ static __global__ void finish_parts(const VocabPart* parts, int64_t shards, int6
   }
 }
 
-// What the gradients of every token's logits start from.
+// The inputs of the gradients of every token's logits.
 struct TokenGradients {
   const float* log_probs;  // upstream
   const float* entropies;  // upstream, null for none

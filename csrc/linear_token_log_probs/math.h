@@ -1,5 +1,5 @@
-// Softmax statistics of a row with the logit of its target: what a shard of the vocabulary knows,
-// and all that log-prob and entropy need.
+// Softmax statistics of a row over one shard of the vocabulary, with the logit of its target: the
+// inputs for log-prob and entropy.
 #pragma once
 
 #include "token_log_probs/math.h"
@@ -13,16 +13,16 @@ struct VocabPart {
   float target = -INFINITY;  // the target's logit, where it is in this part
 };
 
-// A token without a row: log-prob and entropy come out as 0, whatever parts join.
+// For a token without a row: gives log-prob and entropy 0 when merged with other shards.
 FUSEDRL_HD VocabPart dropped_part(bool first_shard) {
   VocabPart part;
   if (first_shard) part = {0.0f, 1.0f, 0.0f, 0.0f};
   return part;
 }
 
-// What makes of a row's logits, as if it were their gradient, how much each class's weights count
-// in the sum over all but the target: its exponential relative to the logit `max`. The target's
-// gradient where its log-prob is 0 is 0.
+// Gradient parameters for which the gradient of each logit is the factor of its class in the sum of
+// weights over all classes except the target: the exponential relative to the logit `max`. With a
+// log-prob of 0, the gradient of the target is 0.
 FUSEDRL_HD RowGradient exponentials(float max, float inv_temperature) {
   return {
       -1.0f / inv_temperature, 0.0f, 0.0f, {max == -INFINITY ? 0.0f : max, 0.0f}, inv_temperature};

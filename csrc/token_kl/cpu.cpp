@@ -1,4 +1,4 @@
-// CPU ops: one elementwise pass, in pieces that stay in L1, shared out among torch's threads.
+// CPU ops: one elementwise pass, in pieces that stay in L1, divided among torch's threads.
 #include <algorithm>
 #include <tuple>
 #include <type_traits>
@@ -10,8 +10,8 @@
 namespace fusedrl {
 namespace {
 
-// How many tokens a thread takes at least: as finely as torch's elementwise ops share them, of
-// which a program runs several around this one.
+// The least number of tokens per thread: the same as in torch's elementwise ops, which usually run
+// around this op.
 constexpr int64_t kGrain = 32768;
 
 template <typename T>
@@ -37,7 +37,7 @@ const void* address(const std::optional<Tensor>& column) {
   return column.has_value() ? column->const_data_ptr() : nullptr;
 }
 
-// A call with the columns and options that both passes have.
+// A call with the columns and options of both passes.
 TokenKLCall call_of(const Tensor& log_probs, const Tensor& ref_log_probs,
                     const std::optional<Tensor>& mask, const Tensor& coeff, int64_t estimator,
                     bool nan_missing) {

@@ -1,6 +1,5 @@
-// One elementwise pass over a piece of tokens. Estimator and flags are compile-time constants of
-// the loops and nothing in them branches, so that compilers vectorise them. Compiled once a CPU
-// level.
+// One elementwise pass over a piece of tokens. Estimator and flags are compile-time constants, and
+// loops have no branches, so that compilers vectorise them. Compiled once per CPU level.
 #include "token_kl/cpu_rows.h"
 
 #include <algorithm>
@@ -12,22 +11,22 @@
 namespace fusedrl::FUSEDRL_LEVEL {
 namespace {
 
-// Tokens are computed so many at a time, the last ones beside others that are left out: a token has
-// the same bits wherever it stands.
+// Tokens per step. The last step is padded, so that the result of a token does not depend on its
+// position.
 constexpr int64_t kTogether = 32;
 
-// Elements of a buffer. Were buffers whole pages apart, loads of one would wait for stores to
-// another whose addresses end alike.
+// Elements of a buffer. Not a multiple of a page: loads would wait for stores to another buffer at
+// the same page offset.
 constexpr int64_t kApart = kTokenPiece + kTogether;
 
-// As wide as what it selects: loops over mixed widths are not vectorised well.
+// As wide as the values that it selects, as loops over mixed widths are not vectorised well.
 template <typename A>
 using Flag = std::conditional_t<sizeof(A) == 8, int64_t, int32_t>;
 
 template <typename T>
 using Wide = typename Accumulate<T>::type;
 
-// Tokens with those that the last ones are computed beside.
+// The number of tokens including the padding of the last step.
 inline int64_t whole(int64_t tokens) { return (tokens + kTogether - 1) / kTogether * kTogether; }
 
 inline void widen(const BFloat16* from, int64_t tokens, float* to) {
@@ -55,8 +54,8 @@ inline void narrow(float* from, int64_t tokens, Half* to) {
   for (int64_t i = 0; i < tokens; i += kBlock) store(to + i, load(from + i));
 }
 
-// Values that a loop reads: where they lie if it computes in their type and they fill it, or copied
-// here, in front of zeros.
+// The input of a loop: used in place if it has the type of the computation and needs no padding,
+// else copied here and padded with zeros.
 template <typename T>
 class Input {
  public:
@@ -76,7 +75,7 @@ class Input {
   Wide<T> wide_[kApart];
 };
 
-// Values that a loop writes, and how they come to where they belong.
+// The output of a loop, and its copy to the destination.
 template <typename T>
 class Output {
  public:

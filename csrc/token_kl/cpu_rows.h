@@ -6,11 +6,10 @@
 
 namespace fusedrl {
 
-constexpr int64_t kTokenPiece = 1024;  // what kernels compute on stays in L1
+constexpr int64_t kTokenPiece = 1024;  // the working set stays in L1
 
-// Columns from the first token of a piece on; null for one there is not. In a backward pass the
-// rewards are the upstream gradients of the penalised ones, and `out` is the gradient of the
-// log-probs.
+// Columns from the first token of a piece on, null if absent. In a backward pass, the rewards are
+// the upstream gradients of the penalised rewards, and `out` is the gradient of the log-probs.
 template <typename T>
 struct TokenPiece {
   const T *log_probs, *ref_log_probs;

@@ -6,7 +6,7 @@
 
 namespace fusedrl {
 
-// Both log-probs of every token. A dropped token (masked, or NaN taken as missing) has KL 0 and
+// Both log-probs of every token. A dropped token (masked, or NaN treated as missing) has KL 0 and
 // gradient 0 and keeps its reward; the values under a mask are not read.
 template <typename T>
 struct TokenPairs {

@@ -14,7 +14,7 @@ enum class Estimator : int64_t { k1, k2, k3, abs };  // in the order of ESTIMATO
 
 // e^d - 1 - d, by its series where expm1 and d cancel.
 FUSEDRL_HD double k3_of(double d) {
-  if (d > 700) return std::exp(d);  // infinity - infinity is no number
+  if (d > 700) return std::exp(d);  // inf - inf would be NaN
   if (!(std::abs(d) < 0.25)) return std::expm1(d) - d;
   double tail = 1;
   for (int k = 14; k >= 3; --k) tail = 1 + tail * d / k;
@@ -27,7 +27,7 @@ FUSEDRL_HD float k3_of(float d) {
   const ExpParts e = exp_parts(d);
   const float constant = e.power() - 1 - e.n * kLn2High - e.n * kLn2Low;
   const float middle = constant + (e.power() - 1) * e.r + e.power() * e.series;
-  // Above 80 only e^d counts; below -80 it counts for nothing.
+  // Above 80 only e^d matters; below -80 it is negligible.
   const float high = d > 89 ? INFINITY : e.whole();
   return d > 80 ? high : d < -80 ? -1 - d : middle;
 }

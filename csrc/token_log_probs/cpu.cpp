@@ -1,4 +1,4 @@
-// CPU ops: kept rows are independent, shared out among torch's threads; dropped ones cost nothing.
+// CPU ops: kept rows are independent and divided among torch's threads; dropped rows are skipped.
 #include <algorithm>
 #include <tuple>
 

@@ -1,7 +1,7 @@
-// One pass over a row, in chunks that stay in L1: the first, a short one, finds its maximum before
-// it exponentiates, the others are relative to that one unless they rise above it too far. Compiled
-// once a CPU level. Every choice depends on the row alone, so its bits do not depend on the batch
-// around it or on the number of threads.
+// One pass over a row, in chunks that stay in L1. The first chunk is short and finds its maximum
+// before it exponentiates; later chunks are relative to it unless they rise too far above it.
+// Compiled once per CPU level. Every choice depends only on the row, so that results depend neither
+// on the batch nor on the number of threads.
 #include "token_log_probs/cpu_rows.h"
 
 #include <algorithm>
@@ -49,7 +49,7 @@ SoftmaxPart<double> softmax_part(const T* logits, int64_t count, float inv_tempe
     const T* chunk = logits + start;
     SoftmaxPart<double> part;
     float rise = INFINITY;
-    // A chunk rarely rises far above what came before: relative to the same logit, one read.
+    // Chunks rarely rise far above earlier ones, so one read relative to the same logit suffices.
     if (all.max > -INFINITY) part = part_of<kEntropy>(chunk, size, scale, all.max, rise);
     if (rises_too_far(rise, all.sum + part.sum)) {
       part = part_of<kEntropy>(chunk, size, scale, max_element(chunk, size), rise);
@@ -62,7 +62,7 @@ SoftmaxPart<double> softmax_part(const T* logits, int64_t count, float inv_tempe
 
 template <typename T>
 void backward(const T* logits, T* grad, int64_t count, RowGradient gradient) {
-  constexpr float kMinLogP = -86.0f;  // e^x is taken as 0 below it
+  constexpr float kMinLogP = -86.0f;  // e^x is treated as 0 below it
   const auto of_vector = [&](F x) {
     const F log_p = gradient.log_p(x);
     const F clamped = clamp_below(log_p, kMinLogP);

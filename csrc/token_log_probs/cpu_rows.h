@@ -11,7 +11,7 @@ struct RowKernels {
   // The statistics of a row's logits, or of a part of them; the second with those of the entropy.
   SoftmaxPart<double> (*part)(const T* logits, int64_t count, float inv_temperature);
   SoftmaxPart<double> (*part_entropy)(const T* logits, int64_t count, float inv_temperature);
-  // Their gradients, as if none were the target's. `grad` may be `logits`.
+  // The gradients of logits that are not the target's. `grad` may be `logits`.
   void (*backward)(const T* logits, T* grad, int64_t count, RowGradient gradient);
 };
 

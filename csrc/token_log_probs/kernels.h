@@ -1,9 +1,9 @@
-// CUDA kernels: one block a row, one pass over it. Every thread reads batches of 16-byte packs and
-// keeps the softmax statistics of what it read; a row without a kept token costs one thread's
+// CUDA kernels: one block per row, one pass over it. Every thread reads batches of 16-byte packs
+// and accumulates their softmax statistics; for a row without a kept token, one thread writes
 // zeros.
 //
-// How a row is split among threads depends on its number of classes and dtype alone, and parts are
-// merged in a fixed order, so its bits depend neither on the batch around it nor on its address.
+// The split of a row among threads depends only on the number of classes and the dtype, and parts
+// are merged in a fixed order, so results depend neither on the batch nor on addresses.
 #pragma once
 
 #include "common/device_rows.h"
@@ -59,14 +59,14 @@ __device__ __forceinline__ SoftmaxPart<float> part_of(const Pack<T> (&packs)[kPa
   return part;
 }
 
-// Takes what lies in memory for logits.
+// Uses the elements in memory as logits, unchanged.
 struct AsTheyAre {
   template <typename T, int kSize>
   __device__ __forceinline__ void operator()(T (&)[kSize], int64_t) const {}
 };
 
-// How a thread reads a row: a few packs of every batch, and at most one of the last elements, which
-// fill no pack. to_logits(elements, first) makes logits of some elements of the row.
+// The part of a row that a thread reads: a few packs of every batch, and at most one of the last
+// elements, which fill no pack. to_logits(elements, first) converts elements of the row to logits.
 template <bool kEntropy, bool kAligned, typename T, typename ToLogits = AsTheyAre>
 struct ThreadRow {
   const T* row;
@@ -109,7 +109,7 @@ FUSEDRL_HD int64_t batches_of(int64_t classes, int threads) {
   return (packs + batch - 1) / batch;
 }
 
-// What this thread reads of a row. part_of_batch(first pack) is the part of each batch.
+// The statistics of this thread's share of a row. part_of_batch(first pack) gives those of a batch.
 template <typename Row, typename T, typename PartOfBatch>
 __device__ __forceinline__ SoftmaxPart<float> merged(const Row& row, const T*,
                                                      PartOfBatch&& part_of_batch) {
@@ -140,7 +140,7 @@ struct Outputs {
   }
 };
 
-// The block's result of one row from what its threads read, in thread 0.
+// The block's result for one row from the statistics of its threads, in thread 0.
 template <typename T>
 __device__ __forceinline__ RowResult finish_row(const Rows<T>& rows, int64_t n, const T* row,
                                                 const SoftmaxPart<float>& mine,
@@ -169,10 +169,10 @@ __global__ void __launch_bounds__(kMaxThreads, 2) forward_rows(Rows<T> rows, Out
   }
 }
 
-// Where rows are too few to occupy the device, their batches are shared among blocks: every thread
-// leaves its part of a batch in `parts`, and merge_batches merges them in the order of
-// forward_rows: the same operations, hence the same bits unless the compiler contracts one of the
-// kernels otherwise.
+// If rows are too few to occupy the device, their batches are divided among blocks: every thread
+// writes its part of a batch to `parts`, and merge_batches merges them in the order of
+// forward_rows. The results are the same bits unless the compiler contracts the kernels
+// differently.
 template <bool kEntropy, typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     forward_batches(Rows<T> rows, int64_t batches, SoftmaxPart<float>* parts) {
@@ -218,13 +218,13 @@ __device__ __forceinline__ float other_gradient(const RowGradient& gradient, flo
   return gradient.other(exp2_normal(log_p * kLog2E), log_p);
 }
 
-// The gradients of the logits of one row, whose softmax is computed anew from its normalizer.
+// The gradients of the logits of one row, whose softmax is recomputed from its normalizer.
 struct LogitGradients {
   RowGradient gradient;
   int64_t target;
   float of_target;
 
-  // Makes gradients of the logits of `kSize` classes from `first` on, in place.
+  // Converts the logits of `kSize` classes from `first` on to gradients, in place.
   template <int kSize>
   __device__ __forceinline__ void operator()(float (&x)[kSize], int64_t first) const {
 #pragma unroll
@@ -293,7 +293,7 @@ struct RowBackward {
   }
 };
 
-// One block for each of the `pieces` of a row: one, but where rows are too few to occupy the
+// One block for each of the `pieces` of a row: more than one only if rows are too few to occupy the
 // device.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads, 2)

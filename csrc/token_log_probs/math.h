@@ -40,7 +40,7 @@ struct RowGradient {
     return -p * (grad_log_prob + grad_entropy * (log_p + entropy)) * inv_temperature;
   }
 
-  // For v = y: 1 - p_y as -expm1(log p_y), exact where the model is sure.
+  // For v = y: 1 - p_y as -expm1(log p_y), accurate if p_y is close to 1.
   FUSEDRL_HD float target(float log_p) const {
     const float p = std::exp(log_p);
     const float of_entropy = p == 0.0f ? 0.0f : p * (log_p + entropy);

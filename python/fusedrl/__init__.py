@@ -1,8 +1,7 @@
 """Compiled kernels and drop-in torchrl classes for LLM post-training.
 
-Names can be imported from here and load on first use. So ``import fusedrl`` takes almost no time,
-an op loads torch, and a transform loads torchrl. ``fusedrl.channel``, ``fusedrl.models`` and
-``fusedrl.vllm`` have further names.
+Every name loads on first use: ``import fusedrl`` takes almost no time, an op imports torch, and a
+transform imports torchrl. ``fusedrl.channel``, ``fusedrl.models`` and ``fusedrl.vllm`` have more.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        # With name and obj, Python's traceback suggests the nearest name.
+        # Python's traceback suggests a similar name only if name and obj are set.
         raise AttributeError(
             f"module 'fusedrl' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )

@@ -1,10 +1,9 @@
-"""Find the tokens that the assistant had to emit: the only definition in this package.
+"""Find the tokens of the assistant in a conversation: the only definition in this package.
 
-They are the tokens that the model produces when it is given the conversation up to a turn and the
-generation prompt. A chat template with ``{% generation %}`` markers says which text that is. For
-any other template, rendering the conversation turn by turn shows it: the content of a turn and the
-special token that ends it (``<|im_end|>``, ``<|eot_id|>``, ...), without the line break that a
-template puts after that.
+They are the tokens that the model generates after the conversation up to a turn and the generation
+prompt. A chat template may mark that text with ``{% generation %}``. For any other template it is
+found by rendering the conversation turn by turn: the content of a turn and the special token that
+ends it (``<|im_end|>``, ``<|eot_id|>``, ...), without the line break that follows in the template.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ import torch
 from torch import Tensor
 
 Message = Mapping[str, Any]
-_PROBE = "fusedrl"  # said in the place of a turn, to see its header
+_PROBE = "fusedrl"  # replaces the content of a turn, to find its header
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # a message's, beside its content
+REASONING = ("reasoning_content", "reasoning", "thinking")  # next to a message's content
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# Transformers has one compiled template for all threads, which notes the markers of one rendering.
+# All threads share the compiled template of transformers, which records the markers as it renders.
 _rendering = threading.Lock()
 
 
 def _renew() -> None:
-    """In a forked child, whose parent may have been rendering in another thread."""
+    """Replace the lock in a forked child: another thread of the parent may have held it."""
     global _rendering
     _rendering = threading.Lock()
 
@@ -42,11 +41,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class Unknown(ValueError):
-    """The assistant's text cannot be told from the rest of a conversation."""
+    """The text of the assistant cannot be found in a conversation."""
 
 
 class Refused(Exception):
-    """A chat template raised its ``__cause__`` for the first ``count`` messages."""
+    """A chat template raised ``__cause__`` for the first ``count`` messages."""
 
     def __init__(self, count: int, cause: Exception) -> None:
         super().__init__(f"the chat template refuses the first {count} messages: {cause!r}")
@@ -67,7 +66,7 @@ class Renderer:
     Args:
         tokenizer: a tokenizer of transformers.
         template: a Jinja chat template; ``None`` for the tokenizer's own.
-        variables: what the template gets beside the messages, such as ``tools``.
+        variables: more variables of the template, such as ``tools``.
     """
 
     tokenizer: Any
@@ -96,7 +95,7 @@ class Renderer:
         return _MARKER.search(self._source()) is not None
 
     def marked(self, messages: Sequence[Message]) -> list[Span]:
-        """The text that the markers of the template enclose, block by block.
+        """The blocks of text between the generation markers of the template.
 
         Raises:
             Refused: the template raised an error.
@@ -124,18 +123,18 @@ class Renderer:
 def assistant_spans(
     renderer: Renderer, messages: Sequence[Message], text: str | None = None
 ) -> list[Span]:
-    """The assistant's characters in the rendered ``messages``.
+    """The spans of the assistant's text in the rendered ``messages``.
 
     Args:
         renderer: renders the messages.
         messages: the conversation.
-        text: the rendered conversation, where it is known already.
+        text: the rendered conversation, if the caller has it.
 
     Returns:
-        The blocks that the template marks; without markers, a span for each turn of the assistant.
+        The blocks that the template marks; without markers, one span per turn of the assistant.
 
     Raises:
-        Unknown: the template has no markers, and the assistant's turns cannot be told apart.
+        Unknown: the template has no markers, and the assistant's turns cannot be located.
         Refused: the template raised an error for the first messages of the conversation.
     """
     if renderer.marks():
@@ -149,10 +148,10 @@ def assistant_spans(
 
 
 def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
-    """The number of the span that each token spells a part of, -1 where there is none.
+    """The index of the span that each token belongs to, -1 for none.
 
-    Where several tokens spell one character, each of them spells a part of its span. The first
-    token of a conversation belongs to no span, as nothing before it could predict it.
+    If several tokens encode one character, all of them belong to its span. The first token of a
+    conversation belongs to no span, as no token before it predicts it.
 
     Args:
         spans: characters of a text.
@@ -168,7 +167,7 @@ def tokens_in(spans: Sequence[Span], offsets: Tensor) -> Tensor:
         tensor([-1, -1,  0,  0])
     """
     first, last = covering(offsets).unbind(1)
-    # White space without a token may end a span, and the next token spells none of that.
+    # A span may end in white space without a token, to which the next token does not belong.
     first = torch.where(offsets[:, 0] < offsets[:, 1], offsets[:, 0], first)
     found = torch.full_like(last, -1)
     for number, (start, end) in enumerate(spans):
@@ -186,7 +185,7 @@ def covering(offsets: Tensor) -> Tensor:
 
 
 def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> Span:
-    """Where message ``turn`` is in ``text``, found by what it adds to the messages before it."""
+    """The span of message ``turn`` in ``text``, found by rendering with and without the turn."""
     where = f"messages[{turn}]"
     if turn == 0:
         raise Unknown(f"{where}: no message prompts the first turn")
@@ -195,37 +194,37 @@ def _derived(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
     if not rendered.startswith(prompt):
         raise Unknown(
             f"{where}: the chat template renders this turn without its generation prompt, which "
-            f"ends in {prompt[-24:]!r}, so where the turn begins is not known"
+            f"ends in {prompt[-24:]!r}, so the start of the turn is unknown"
         )
-    said, message = rendered[len(prompt) :], messages[turn]
+    generated, message = rendered[len(prompt) :], messages[turn]
     alone, content = renderer.text(before), _text_of(message.get("content"))
     decoder = renderer.tokenizer.added_tokens_decoder
     specials = [str(token) for token in decoder.values() if token.special]
-    body = _without_end(said, content, specials)
-    # What may be before the content of a turn that is the last: a block for reasoning, empty here.
+    body = _without_end(generated, content, specials)
+    # Only the last turn may have a block for reasoning before its content, which is empty here.
     first = next((_name_of(call) for call in message.get("tool_calls") or ()), "")
     most = body.rfind(content) if content or not first else body.find(first)
     if any(message.get(key) for key in REASONING):
         most = 0
     opening = _opening(prompt, alone, specials)
-    span = _place(text, prompt, opening, said, body, max(most, 0), specials)
+    span = _locate(text, prompt, opening, generated, body, max(most, 0), specials)
     if span is None:
         raise Unknown(
             f"{where}: the chat template renders this turn differently once later messages follow, "
             "so its tokens cannot be found"
         )
-    is_said = span.start < span.end
-    if is_said and prompt == alone and _header(renderer, prompt, messages, turn) != "":
+    has_text = span.start < span.end
+    if has_text and prompt == alone and _header(renderer, prompt, messages, turn) != "":
         raise Unknown(
             f"{where}: the chat template ignores add_generation_prompt and does not open the turn "
-            "with what is said, so where its header ends is not known"
+            "with its content, so the end of its header is unknown"
         )
     return span
 
 
 def _header(renderer: Renderer, prompt: str, messages: Sequence[Message], turn: int) -> str | None:
-    """What stands behind ``prompt`` before a turn's content, if the template tells."""
-    for fields in ({"role": "assistant"}, messages[turn]):  # it may need what else a turn has
+    """The text between ``prompt`` and the content of a turn; ``None`` if it cannot be found."""
+    for fields in ({"role": "assistant"}, messages[turn]):  # the template may need more fields
         with suppress(Refused):
             text = renderer.text([*messages[:turn], {**fields, "content": _PROBE}])
             header, found, _ = text[len(prompt) :].partition(_PROBE)
@@ -235,23 +234,23 @@ def _header(renderer: Renderer, prompt: str, messages: Sequence[Message], turn: 
 
 
 def _text_of(content: Any) -> str:
-    """The text of a message, which may be in parts."""
+    """The text of a message, whose content may be a list of parts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "".join(p if isinstance(p, str) else p.get("text") or "" for p in content)
     return (content or "").strip()
 
 
 def _opening(prompt: str, alone: str, specials: Sequence[str]) -> str:
-    """What a generation prompt adds to the conversation ``alone``, in whole special tokens."""
-    begin = len(_alike(prompt, alone))
+    """The text that a generation prompt adds to ``alone``, from the start of a special token."""
+    begin = len(_common_prefix(prompt, alone))
     last = ((s, prompt.rfind(s, 0, begin + len(s) - 1)) for s in specials)
     return prompt[min((at for s, at in last if 0 <= at < begin < at + len(s)), default=begin) :]
 
 
-def _without_end(said: str, content: str, specials: Sequence[str]) -> str:
-    """A turn without the special tokens behind its content, or without the last if it has none."""
-    kept = content if content in said else ""  # which may itself end in such tokens
-    body, ended = said, said.rstrip()
+def _without_end(generated: str, content: str, specials: Sequence[str]) -> str:
+    """A turn without the special tokens after its content, or without the last if it has none."""
+    kept = content if content in generated else ""  # content may end in special tokens too
+    body, ended = generated, generated.rstrip()
     while found := next((s for s in specials if ended.endswith(s)), None):
         shorter = ended.removesuffix(found)
         if kept not in shorter:
@@ -266,15 +265,21 @@ def _name_of(call: Mapping[str, Any]) -> str:
     return call.get("function", call).get("name") or ""
 
 
-def _place(
-    text: str, prompt: str, opening: str, said: str, body: str, most: int, specials: Sequence[str]
+def _locate(
+    text: str,
+    prompt: str,
+    opening: str,
+    generated: str,
+    body: str,
+    most: int,
+    specials: Sequence[str],
 ) -> Span | None:
-    """Where ``text`` has the ``body`` of what was said, with what ends it.
+    """The span in ``text`` of a turn's ``body`` and the special tokens that end the turn.
 
-    Where later messages follow, some templates leave out how they open the last turn: the end of
-    the ``opening``, which is in the prompt, or up to ``most`` characters of the body.
+    If later messages follow, some templates omit what they open the last turn with: the end of the
+    ``opening``, which is part of the prompt, or up to ``most`` characters of the body.
     """
-    ending = said[len(body) :]
+    ending = generated[len(body) :]
     is_ended = any(special in ending for special in specials)
     for start in range(len(prompt), len(prompt) - len(opening) - 1, -1):
         if text.startswith(prompt[:start]):
@@ -287,8 +292,7 @@ def _place(
     return None
 
 
-def _alike(one: str, other: str) -> str:
-    """What both begin with."""
+def _common_prefix(one: str, other: str) -> str:
     if other.startswith(one) or one.startswith(other):
         return min(one, other, key=len)
     pairs = zip(one, other, strict=False)
@@ -296,11 +300,12 @@ def _alike(one: str, other: str) -> str:
 
 
 def _closing(ending: str, rest: str, opening: str, specials: Sequence[str]) -> str:
-    """What ends a turn in the text, where the turn alone has ``ending``: to its last special token.
+    """The end of a turn in the text, up to its last special token.
 
-    The last turn may end in another token than the others, which is then the first of ``rest``.
+    It may differ from ``ending``, that of the turn rendered last: the last turn may end in another
+    special token, while ``rest`` begins with the one of earlier turns.
     """
-    shared = _alike(ending, rest)
+    shared = _common_prefix(ending, rest)
     if not any(special in ending for special in specials):
         return shared
     ends = [shared[: shared.rfind(s) + len(s)] for s in specials if s in shared]

@@ -1,9 +1,9 @@
-"""Find, load and explain the compiled libraries.
+"""Find and load the compiled libraries, and report why one does not load.
 
 ``_C`` holds the CPU ops, ``_C_cuda`` the CUDA ops, which are loaded only under a CUDA build of
 torch, and ``_host`` the Python bindings that do not need torch. A library that does not load, or
-was not compiled for the driver or the GPU, never fails silently: the reason is kept, logged, and
-raised by the first call that needs it.
+was not compiled for the driver or the GPU, never fails silently: the reason is stored, logged, and
+raised by the first call that needs the library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REMEDY = "reinstall it, `pip install --force-reinstall --no-deps` with its wheel
 
 
 class NativeLibraryError(ImportError):
-    """A compiled library is missing or does not load; the message says why, and what to do."""
+    """A compiled library is missing or does not load; the message has the reason and the remedy."""
 
 
 def find(name: str) -> Path | None:
@@ -33,7 +33,7 @@ def find(name: str) -> Path | None:
 
 
 def _host_library() -> Any:
-    """``fusedrl._host``, or ``None`` where it does not load, and nothing that it says is known."""
+    """``fusedrl._host``, or ``None`` if it does not load."""
     try:
         return importlib.import_module("fusedrl._host")
     except ImportError:
@@ -41,7 +41,7 @@ def _host_library() -> Any:
 
 
 def built_for() -> str:
-    """What the installed binaries were compiled for, as one phrase."""
+    """The platform that the installed binaries were compiled for, as one phrase."""
     if (host := _host_library()) is None:
         return "unknown (the _host library does not load either)"
     facts = host.build_info()
@@ -49,7 +49,7 @@ def built_for() -> str:
 
 
 def _cpu_level_error() -> str | None:
-    """Why ``_C`` would refuse FUSEDRL_CPU_LEVEL, which it can only do by aborting the process."""
+    """Why FUSEDRL_CPU_LEVEL is invalid, checked here because ``_C`` would abort the process."""
     if (host := _host_library()) is None:
         return None
     try:
@@ -59,20 +59,20 @@ def _cpu_level_error() -> str | None:
     return None
 
 
-def _present() -> str:
+def _running() -> str:
     return f"torch {torch.__version__} on {platform.system()} {platform.machine()}"
 
 
-# Outcomes by library; a plain dict, which torch.compile traces through where it stops at a cache.
+# Load errors by library; a plain dict, as torch.compile traces through it but not through a cache.
 _outcomes: dict[str, str | None] = {}
 
 
 def load_error(name: str) -> str | None:
-    """Load the op library ``name`` once; ``None`` on success, else why not. It never raises."""
+    """Load the op library ``name`` once; return ``None`` or the error message. Never raises."""
     if name not in _outcomes:
         try:
             _outcomes[name] = _load(name)
-        except Exception as error:  # of a _host that is older than this file, for example
+        except Exception as error:  # for example from a _host that is older than this file
             _outcomes[name] = f"fusedrl.{name}: {type(error).__name__}: {error}; {REMEDY}"
     return _outcomes[name]
 
@@ -88,26 +88,26 @@ def _load(name: str) -> str | None:
     path = find(name)
     if path is None:
         return (
-            f"fusedrl.{name}: expected a compiled library beside {__file__}, found none "
-            f"(built for: {built_for()}; there is: {_present()}); {REMEDY}"
+            f"fusedrl.{name}: expected a compiled library next to {__file__}, found none "
+            f"(built for: {built_for()}; running: {_running()}); {REMEDY}"
             + (", with `-C cmake.define.FUSEDRL_CUDA=pypi`" if name == "_C_cuda" else "")
         )
     if name == "_C_cuda" and (driver_error := _driver_error()) is not None:
         return f"fusedrl.{name}: {driver_error}"
     try:
         torch.ops.load_library(str(path))
-    except (OSError, RuntimeError) as error:  # of the linker, and of ops that are there already
+    except (OSError, RuntimeError) as error:  # from the linker, or ops are already registered
         return (
             f"fusedrl.{name}: {path} does not load: {error}. Built for: {built_for()}. "
-            f"There is: {_present()}; {REMEDY}"
+            f"Running: {_running()}; {REMEDY}"
         )
     return None
 
 
 def _driver_version() -> int | None:
-    """1000 times the major version of CUDA that the driver runs and 10 times the minor one.
+    """The CUDA version of the driver, as ``1000 * major + 10 * minor``; ``None`` without a driver.
 
-    It asks for no device and initialises nothing, so that a process that has asked may still fork.
+    The query does not initialise CUDA, so that the process may still fork.
     """
     version = ctypes.c_int()
     try:
@@ -118,42 +118,43 @@ def _driver_version() -> int | None:
 
 
 def _driver_error() -> str | None:
-    """Why the driver does not run a binary of our compiler, whose runtime is in ``_C_cuda``.
+    """Why the driver cannot run ``_C_cuda``, which contains the CUDA runtime of its compiler.
 
-    A driver for CUDA n.0 runs all of CUDA n. Torch brings a runtime of its own, which may be older.
-    A version that is not known is no reason: without a driver there is no GPU to serve.
+    A driver for CUDA n.0 runs all of CUDA n. The runtime in torch may be an older one. An unknown
+    version is no error: without a driver there is no GPU to run on.
     """
     if (host := _host_library()) is None or (version := _driver_version()) is None:
         return None
     compiler = host.build_info()["cuda_compiler"].partition(".")[0]
-    major, rest = divmod(version, 1000)
+    major, minor = divmod(version, 1000)
     if major >= int(compiler or 0):
         return None
-    here = (
+    torch_too = (
         ""
         if (torch.version.cuda or "").startswith(f"{major}.")
         else f" a torch for CUDA {major}, and"
     )
     return (
-        f"expected a driver for CUDA {compiler}.0 or newer, got one for CUDA {major}.{rest // 10}; "
-        f"update NVIDIA's driver, or install{here} a fusedrl compiled with nvcc of CUDA {major}"
+        f"expected a driver for CUDA {compiler}.0 or newer, got one for CUDA {major}."
+        f"{minor // 10}; update NVIDIA's driver, or install{torch_too} a fusedrl compiled with "
+        f"nvcc of CUDA {major}"
     )
 
 
-# By the device's index; a plain dict, as above.
+# Errors by device index; a plain dict, as above.
 _devices: dict[int, str | None] = {}
 
 
 @constant_in_traces
 def device_error(index: int) -> str | None:
-    """``None`` if ``_C_cuda`` is loaded and serves this GPU, else the explanation; asked once."""
+    """``None`` if ``_C_cuda`` is loaded and has code for this GPU, else the error; cached."""
     if index not in _devices:
         _devices[index] = load_error("_C_cuda") or _architecture_error(index)
     return _devices[index]
 
 
 def _architecture_error(index: int) -> str | None:
-    """Why the binary has no code for a GPU: none of its generation, and no PTX of an older one."""
+    """The error for a GPU with neither binary code of its generation nor PTX of an older one."""
     host = _host_library()
     # A traced graph may name a device of another machine.
     if host is None or index >= torch.cuda.device_count():
@@ -162,8 +163,8 @@ def _architecture_error(index: int) -> str | None:
     built = host.build_info()["cuda_architectures"]
     for arch, form in re.findall(r"(\d+)[a-z]?(-real|-virtual)?", built):
         generation, least = divmod(int(arch), 10)
-        of_generation = form != "-virtual" and (generation == major and least <= minor)
-        if of_generation or (form != "-real" and (generation, least) <= (major, minor)):
+        has_binary = form != "-virtual" and (generation == major and least <= minor)
+        if has_binary or (form != "-real" and (generation, least) <= (major, minor)):
             return None
     remedy = f"compile fusedrl with -C cmake.define.FUSEDRL_CUDA_ARCHS={major}{minor}"
     return (
@@ -173,7 +174,7 @@ def _architecture_error(index: int) -> str | None:
 
 
 def require(name: str, device: int | None = None) -> None:
-    """Raise :class:`NativeLibraryError` unless the op library ``name`` is loaded, for the GPU."""
+    """Raise :class:`NativeLibraryError` unless the op library is loaded and runs on the GPU."""
     error = load_error(name) if device is None else device_error(device)
     if error is not None:
         raise NativeLibraryError(error)

@@ -1,8 +1,7 @@
-"""Replaces objects in the modules of a package by ours, and puts them back.
+"""Replace objects in the modules of a package, and restore them.
 
-An object is found by identity, under whatever name a loaded module of the package holds it. Only
-the modules' own dicts are read and written: no attribute of a module is looked up, since that would
-import what lazy modules stand for.
+An object is found by identity, under any name in any loaded module of the package. Only the
+``__dict__`` of a module is read and written: an attribute look-up would trigger lazy imports.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ _originals: dict[tuple[str, str], Any] = {}
 class Replacement:
     """Replaces ``module.name`` by ``new`` in the whole package.
 
-    A name ``Class.method`` is replaced in that class alone, and in what inherits it from there;
-    with ``alone``, a global in that module alone.
-    Where the module has no such name, ``new`` is added to the modules ``add_to``; with none of them
-    that is an error.
+    A name ``Class.method`` is replaced in that class only, and so in its subclasses; with
+    ``alone``, a global is replaced in that module only. If the module has no such name, ``new`` is
+    added to the modules ``add_to``; without these that is an error.
     """
 
     module: str
@@ -70,9 +68,9 @@ class Report:
     Attributes:
         package: the package whose modules were changed.
         changes: what was changed.
-        already: names that an earlier patch replaced; reverting this patch leaves them.
-        held: ``(module, name)`` of globals outside of the package that hold an original. They
-            belong to the user and stay as they are.
+        already: names that an earlier patch replaced; reverting this patch does not restore them.
+        held: ``(module, name)`` of globals outside the package that refer to an original. They
+            are the user's and are not changed.
         active: whether the patch is in place.
     """
 
@@ -90,13 +88,13 @@ class Report:
         self.held = tuple((module, name) for module, name, _ in held)
         self.active = True
         self._written = written
-        self._before = {(module, name) for module, name, _ in ours}  # not ours to revert
+        self._before = {(module, name) for module, name, _ in ours}  # of an earlier patch
 
     def revert(self) -> None:
-        """Put back everything that this patch replaced; a second call does nothing.
+        """Restore everything that this patch replaced; a second call does nothing.
 
         Modules of the package that were imported under the patch get the originals too. A global
-        that something else has changed since is left alone, and logged.
+        that was changed again since the patch is kept, with a warning.
         """
         with _lock:
             if not self.active:
@@ -116,7 +114,7 @@ class Report:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Revert, whether or not the block raised."""
+        """Revert the patch, also after an exception."""
         self.revert()
 
     def __iter__(self) -> Iterator[Change]:
@@ -124,20 +122,20 @@ class Report:
         return iter(self.changes)
 
     def __str__(self) -> str:
-        """A line a change, then what was left alone."""
+        """One line per change, then the names that were not changed."""
         state = "" if self.active else ", reverted since"
         lines = [f"{self.package}: {len(self.changes)} globals changed{state}"]
         lines += [f"  {change}" for change in self.changes]
         if self.already:
-            lines.append(f"ours before this patch: {', '.join(self.already)}")
+            lines.append(f"replaced by an earlier patch: {', '.join(self.already)}")
         if self.held:
-            lines.append("held elsewhere and left as they are:")
+            lines.append("outside the package, not changed:")
             lines += [f"  {module}.{name}" for module, name in self.held]
         return "\n".join(lines)
 
 
 def chosen_of(names: Iterable[str] | None, known: Sequence[str]) -> list[str]:
-    """The names to replace, each once: those asked for, or all that are known.
+    """The names to replace, without duplicates; all ``known`` ones if ``names`` is ``None``.
 
     Raises:
         TypeError: ``names`` is a single string.
@@ -156,23 +154,23 @@ def chosen_of(names: Iterable[str] | None, known: Sequence[str]) -> list[str]:
 
 
 def replace(package: str, replacements: Iterable[Replacement]) -> Report:
-    """Replace objects wherever loaded modules of ``package`` hold them as globals.
+    """Replace objects in the globals of all loaded modules of ``package``.
 
-    Modules that are imported later take the new object from the patched ones. The patch does not
-    reach references other than globals (base classes, default arguments, attributes of classes,
-    closures), nor modules outside of the package, which the report names. Instances that a replaced
-    class has made before do not pickle under the patch, as their class is not found by its name.
+    Modules that are imported later get the new object from the patched ones. References other than
+    globals (base classes, default arguments, class attributes, closures) are not replaced, nor are
+    modules outside the package, which the report lists. Existing instances of a replaced class
+    cannot be pickled under the patch, as their class is not found by its name.
 
     Args:
         package: name of the package, such as ``"torchrl"``.
-        replacements: what to replace. A ``new`` that needs its original has to hold a reference to
-            it before this call.
+        replacements: what to replace. A ``new`` that calls the original must have a reference to it
+            before this call.
 
     Returns:
-        The report of what was replaced, which puts it back with :meth:`Report.revert`.
+        The report of what was replaced; :meth:`Report.revert` restores it.
 
     Raises:
-        ValueError: a module does not have the name, and there is no ``add_to``. Nothing is changed.
+        ValueError: a module does not have the name, and ``add_to`` is empty. Nothing is changed.
     """
     wanted = list(replacements)
     for r in wanted:
@@ -184,7 +182,7 @@ def replace(package: str, replacements: Iterable[Replacement]) -> Report:
             if current is _MISSING and not r.add_to:
                 raise ValueError(
                     f"{r.module}: expected it to have {r.name}, got none; "
-                    f"this version of {package} cannot be patched with it"
+                    f"leave it out, as this version of {package} cannot be patched with it"
                 )
         ours = _holders([r.new for r in wanted], package)
         written: list[tuple[Change, _Owner]] = []
@@ -200,7 +198,7 @@ def replace(package: str, replacements: Iterable[Replacement]) -> Report:
         originals = [
             _originals[r.module, r.name] for r in wanted if (r.module, r.name) in _originals
         ]
-        # The package's own modules have no original any more.
+        # The modules of the package no longer refer to an original.
         held = _holders(originals, None, but=(package, "fusedrl"))
         return Report(package, written, ours, already, held)
 
@@ -210,20 +208,20 @@ def _last(name: str) -> str:
 
 
 def _owner(module: str, name: str) -> tuple[_Owner, str]:
-    """What holds ``name``, the module or a class of it, and the name there."""
+    """The module or class whose attribute ``name`` is, and the last part of the name."""
     loaded = sys.modules[module]
     cls = _namespace(loaded).get(name.partition(".")[0])
     return (cls, _last(name)) if "." in name and isinstance(cls, type) else (loaded, name)
 
 
 def _current(owner: _Owner, name: str) -> Any:
-    """What an owner itself holds under a name."""
-    own = vars(owner) if isinstance(owner, type) else _namespace(owner)
-    return own.get(name, _MISSING)
+    """The value of a name in the owner itself, without inherited ones."""
+    names = vars(owner) if isinstance(owner, type) else _namespace(owner)
+    return names.get(name, _MISSING)
 
 
 def _changes(r: Replacement, current: Any, package: str) -> list[tuple[Change, _Owner]]:
-    """Where the new object goes, and in the place of what."""
+    """The changes that a replacement makes, and the owner of each."""
     if current is _MISSING:
         homes = [(module, sys.modules[module]) for module in r.add_to]
         return [
@@ -254,9 +252,9 @@ def _revert(change: Change, owner: _Owner) -> None:
 def _holders(
     objects: Collection[Any], package: str | None, but: Sequence[str] = ()
 ) -> list[_Global]:
-    """Globals that are one of the objects, in modules of a package or in all ``but`` of some.
+    """Globals that are one of the objects, in a package, or in all modules except packages ``but``.
 
-    A module with two names is counted once. Objects that only pose as modules are left out.
+    A module with two names counts once; objects in ``sys.modules`` that are no modules are skipped.
     """
     ids = set(map(id, objects))
     modules = {

@@ -1,8 +1,8 @@
-"""Every ragged representation <-> packed values + offsets.
+"""Conversions between ragged representations and packed values with offsets.
 
 A ragged batch of B sequences is ``values [N, ...]``, the sequences one after the other, and
 ``offsets``, int64 ``[B + 1]``: sequence *b* is ``values[offsets[b]:offsets[b + 1]]``. Conversions
-share memory with their input where its layout allows; each function says when it copies.
+share memory with their input where its layout allows; each docstring states when data is copied.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Packed(NamedTuple):
 def offsets_of(lengths: Sequence[int] | Tensor, device: torch.device | None = None) -> Tensor:
     """Offsets ``[B + 1]`` of sequences with these lengths.
 
-    They are on ``device``, or where the lengths are. Those of a list are on the CPU, whatever
-    torch's default device is.
+    They are on ``device``, by default that of the lengths: for a list the CPU, whatever torch's
+    default device is.
     """
     if not isinstance(lengths, Tensor):
         lengths = torch.tensor(lengths, dtype=torch.int64, device=device or "cpu")
@@ -67,10 +67,10 @@ def from_list(tensors: Sequence[Tensor]) -> Packed:
 
 
 def from_nested(nested: Tensor, name: str = "nested") -> Packed:
-    """Pack a nested tensor of either layout, ragged in dimension 1; errors call it ``name``.
+    """Pack a nested tensor of either layout, ragged in dimension 1; ``name`` is for errors.
 
-    The values share memory with a contiguous tensor. A view with holes (``narrow``) or of another
-    order is copied. Raises ``ValueError`` for a tensor that is ragged elsewhere or has no sequence.
+    The values share memory with a contiguous tensor. A view with holes (``narrow``) or permuted
+    dimensions is copied. Raises ``ValueError`` for another ragged dimension or no sequence.
     """
     if isinstance(nested, NestedTensor):
         values, offsets = jagged_parts(nested, name)
@@ -79,7 +79,7 @@ def from_nested(nested: Tensor, name: str = "nested") -> Packed:
     if sizes.dim() != 2 or sizes.numel() == 0:
         raise ValueError(
             f"{name}: expected at least one sequence of at least one dimension, got a nested "
-            "tensor without; a jagged one or a list may be empty"
+            "tensor without any; only a jagged tensor or a list may be empty"
         )
     trailing = sizes[0, 1:].tolist()
     if not bool((sizes[:, 1:] == sizes[0, 1:]).all()):
@@ -94,7 +94,7 @@ def from_nested(nested: Tensor, name: str = "nested") -> Packed:
 
 
 def jagged_parts(nested: Tensor, name: str = "nested") -> tuple[Tensor, Tensor]:
-    """Values and offsets of a jagged tensor, without a copy where it has no holes; traceable."""
+    """Values and offsets of a jagged tensor; copies only if it has holes, and can be traced."""
     assert isinstance(nested, NestedTensor)
     ragged_in = ragged_dimension(nested)
     if ragged_in != 1:
@@ -105,7 +105,7 @@ def jagged_parts(nested: Tensor, name: str = "nested") -> tuple[Tensor, Tensor]:
     lengths = lengths_beside_holes(nested)
     if lengths is not None:
         if _has_graph(nested):
-            # The backward pass of torch's contiguous() knows nothing of the holes.
+            # The backward pass of torch's contiguous() ignores the holes.
             return torch.cat(nested.unbind()), offsets_of(lengths)
         nested = nested.contiguous()
         assert isinstance(nested, NestedTensor)
@@ -126,17 +126,17 @@ def to_list(ragged: Packed) -> list[Tensor]:
 
 
 def to_jagged(ragged: Packed) -> Tensor:
-    """A jagged nested tensor over the same memory."""
+    """A jagged nested tensor that shares the memory."""
     if _has_graph(ragged.values):
         return torch.nested.nested_tensor_from_jagged(ragged.values, ragged.offsets)
     return NestedTensor(ragged.values, ragged.offsets)
 
 
 def to_strided(ragged: Packed, lengths: Sequence[int] | None = None) -> Tensor:
-    """A strided nested tensor over the same memory.
+    """A strided nested tensor that shares the memory.
 
-    ``lengths``, the sequence lengths as integers of the host, save reading the offsets back. Raises
-    ``ValueError`` where there is no sequence, which this layout cannot hold.
+    Passing ``lengths``, Python integers, avoids reading the offsets from the device. Raises
+    ``ValueError`` if there is no sequence: this layout cannot be empty.
     """
     values = ragged.values.contiguous()
     trailing = list(values.shape[1:])
@@ -156,5 +156,5 @@ def to_strided(ragged: Packed, lengths: Sequence[int] | None = None) -> Tensor:
     steps = torch.tensor(strides, device="cpu").expand(count, -1).contiguous()
     starts = offsets_of(rows)[:-1] * strides[0]
     if values.storage_offset() != 0:
-        values = values.clone()  # the view starts at the storage, not at the slice
+        values = values.clone()  # the view below starts at offset 0 of the storage
     return strided_view(values.view(-1), sizes, steps, starts)

@@ -31,7 +31,7 @@ def check(model, splits=True, together=True):
         expected = definition(model, TOKENS, LENGTHS, MASK)
         close(causal_log_probs(model, TOKENS, LENGTHS, MASK).log_probs, expected)
         found = capabilities_of(model)
-    assert (found.parts is not None, found.together) == (splits, together)
+    assert (found.parts is not None, found.batches) == (splits, together)
 
 
 def late(forward):
@@ -236,7 +236,7 @@ def test_noise_counts_however_small_it_is(noise, caplog):
     check(model)
     noise(model)
     found = capabilities_of(model)
-    assert (found.parts, found.together, found.shares) == (None, False, False)
+    assert (found.parts, found.batches, found.shares) == (None, False, False)
     (record,) = caplog.records
     assert "MixtralForCausalLM: its forward draws random numbers" in record.getMessage()
     assert capabilities_of(model.eval()).parts is not None
@@ -317,7 +317,7 @@ def test_a_model_is_compared_once_in_each_of_its_modes():
         for train in (True, False) * 3:
             model.last_loss = float(len(calls))
             causal_log_probs(model.train(train), TOKENS, LENGTHS)
-            before = capabilities._verdicts[model]
+            before = capabilities._found[model]
             calls.append(len(before))
     assert calls == [1, 2, 2, 2, 2, 2]
 
@@ -447,12 +447,12 @@ def test_a_slower_way_is_logged_once(caplog):
             change(model)
             causal_log_probs(model, TOKENS, LENGTHS)
     assert [record.getMessage() for record in caplog.records] == [
-        "OPTForCausalLM: its type opt with the attention sdpa is not one of the tested; its "
-        "log-probs are computed from all its logits",
-        "LlamaForCausalLM: its decoder and head do not compute its own logits in a row of several "
-        "sequences; its log-probs are computed from all its logits",
-        "LlamaForCausalLM: a hook of its LlamaDecoderLayer is not its library's; its log-probs are "
-        "computed from all its logits",
+        "OPTForCausalLM: its type opt with sdpa attention is not tested; its log-probs are "
+        "computed from its full logits",
+        "LlamaForCausalLM: its decoder and head do not compute its logits for several sequences in "
+        "one row; its log-probs are computed from its full logits",
+        "LlamaForCausalLM: a hook of its LlamaDecoderLayer is not defined by its library; its "
+        "log-probs are computed from its full logits",
     ]
 
 

@@ -101,7 +101,7 @@ def test_padded_batches_are_short_too(kind):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     found = capabilities_of(model)
-    assert found.parts is None and found.together and found.below == TRAINED
+    assert found.parts is None and found.batches and found.below == TRAINED
     close(causal_log_probs(model, TOKENS, LENGTHS, MASK).log_probs, alone(model, MASK))
 
 

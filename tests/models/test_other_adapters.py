@@ -123,7 +123,7 @@ def test_merged_adapters_are_refused_and_stay_merged(choice):
     policy = adapted(model_of("qwen2"))
     policy.merge_adapter()
     weights = {name: weight.clone() for name, weight in policy.state_dict().items()}
-    with pytest.raises(RuntimeError, match="adapted: expected adapters beside the weights, got me"):
+    with pytest.raises(RuntimeError, match="adapted: expected unmerged adapters, got merged"):
         causal_log_probs(CHOICES[choice](policy), TOKENS, LENGTHS)
     for name, weight in policy.state_dict().items():
         assert torch.equal(weight, weights[name]), name

@@ -48,7 +48,7 @@ def hooked(model):
 def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
     model = cpmant().to(dtype)
     model = model if way == "parts" else hooked(model)
-    assert not capabilities_of(model).together
+    assert not capabilities_of(model).batches
     tokens = TOKENS.clamp(min=1)  # 0 is its padding token
     expected = definition(model, tokens, LENGTHS, MASK)
     close(
@@ -61,7 +61,7 @@ def test_a_model_that_takes_padding_to_be_on_the_left(way, dtype):
 @torch.no_grad()
 def test_others_share_padded_batches():
     for model in (model_of("opt"), hooked(model_of("llama"))):
-        assert capabilities_of(model).together
+        assert capabilities_of(model).batches
         sizes = []
         model.get_input_embeddings().register_forward_hook(
             lambda _, args, out, sizes=sizes: sizes.append(len(args[0]))

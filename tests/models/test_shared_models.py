@@ -102,7 +102,7 @@ def test_a_call_of_one_rank_is_told_from_that_of_others(two):
         gradients = "log-probs with gradients" if rank else "log-probs without gradients"
         other, after = said
         assert other.startswith(f"{told} {gradients} as call 1") and after == ""
-        assert rank == 1 or "rank 0: it has waited" in logged[0]
+        assert rank == 1 or "rank 0: waited" in logged[0]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_an_error_of_a_rank_is_an_error_of_all(two, way, places):
         "layer": "OutOfMemoryError: no room for a layer",
         "head": "OutOfMemoryError: no room for the logits",
     }
-    told = "RuntimeError: model: expected a call that every rank can make, got an error on rank"
+    told = "RuntimeError: model: expected the call to succeed on every rank, got an error on rank"
     for place in places.split():
         first, second = two.run(shared_models.errors_within, way, place)
         assert first[0].startswith(own[place]) and first[1].startswith(f"{told} 1;")

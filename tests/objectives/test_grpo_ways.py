@@ -87,8 +87,8 @@ def test_a_subclass_that_reads_logits_gets_them(ways, caplog):
     for _ in range(2):
         assert_equal(answer_of(ours, batch_of(STACK)), answer_of(theirs, batch_of(STACK)))
     assert ways == ["torchrl", "torchrl"]
-    (record,) = [r for r in caplog.records if r.name == "fusedrl" and "of its own" in r.message]
-    assert record.levelno == logging.WARNING and record.message.startswith("Own: it has _")
+    (record,) = [r for r in caplog.records if r.name == "fusedrl" and "it overrides" in r.message]
+    assert record.levelno == logging.WARNING and record.message.startswith("Own: it overrides _")
 
 
 class OwnWrapper(TransformersWrapper):
@@ -112,7 +112,7 @@ def other_tokens(loss):
     ("change", "why"),
     [
         (own_class, "its actor is a OwnWrapper"),
-        (own_call, "in a way of its own"),
+        (own_call, "does not use its model attribute"),
         (other_tokens, "not those that the model reads"),
     ],
 )

@@ -64,7 +64,9 @@ def test_what_has_no_mean_is_refused(two):
 def test_an_error_of_a_rank_is_an_error_of_all(two, way):
     """Also one that torchrl raises behind the forward passes. The next call is right."""
     first, second = two.run(shared_losses.errors, way)
-    told = "RuntimeError: model: expected a call that every rank can make, got an error on rank 1;"
+    told = (
+        "RuntimeError: model: expected the call to succeed on every rank, got an error on rank 1;"
+    )
     expected = [text for spoils in shared_losses.SPOILS.values() for _, text in spoils]
     assert all(text.startswith(told) for text in first)
     pairs = zip(second, expected, strict=True)
@@ -79,7 +81,9 @@ def test_an_interrupt_anywhere_is_an_error_of_all(two, three):
 
 def test_wrappers_that_score_in_two_ways_are_an_error_of_all(two):
     first, second = two.run(shared_losses.wrappers_that_differ)
-    assert first.startswith("Apart: model: expected data that every rank scores in one way")
+    assert first.startswith(
+        "OtherRankFallsBack: model: expected data that all ranks score in the same"
+    )
     assert "got an error on rank 0;" in second
 
 

@@ -1,4 +1,4 @@
-"""Log-probs under causal language models of transformers, without logits of all tokens."""
+"""Log-probs under causal language models of transformers, without materialising all logits."""
 
 from fusedrl.models.log_probs import causal_log_probs
 from fusedrl.models.other_adapters import WithAdapter, WithoutAdapters

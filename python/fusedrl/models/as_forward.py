@@ -1,4 +1,4 @@
-"""A function in the place of a module's forward, within all that surrounds a call of the module."""
+"""Run a function in place of a module's forward, inside all wrappers and hooks of the module."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 def as_forward(
     module: nn.Module, function: Callable[..., tuple[Tensor, ...]], call: Callable[[], Any]
 ) -> tuple[Tensor, ...]:
-    """Results of ``function``, which runs as the forward of ``module`` while ``call`` calls that.
+    """The results of ``function``, run as the forward of ``module`` when ``call`` calls it.
 
-    FSDP gathers weights before a forward, and hangs what it does in the backward pass on the
-    tensors that leave it; DDP and others are wrapped around it. All of them are in force here. The
-    values are those of ``function``, whatever they are rounded to on the way out. An error in it is
-    raised when all that is around the module has ended.
+    So FSDP gathers the weights and attaches its backward hooks to the results, and DDP and other
+    wrappers see the call. The values are those of ``function``, even if a wrapper casts outputs. An
+    error in ``function`` is raised after the wrappers have returned.
     """
     inside: list[tuple[Tensor, ...]] = []
     errors: list[BaseException] = []
@@ -26,26 +25,26 @@ def as_forward(
     def forward(*args: Any) -> tuple[Tensor, ...]:
         try:
             inside.append(function(*args))
-        except BaseException as error:  # FSDP takes a forward that raises for one that still runs
+        except BaseException as error:  # FSDP would consider the forward to be still running
             errors.append(error)
             return ()
         return inside[-1]
 
-    place = _PLACES.setdefault(module, _Place())
-    own = vars(module).get("forward")
-    module.forward, place.function = place.forward, forward
-    left: Any = ()
+    stand_in = _STAND_INS.setdefault(module, _StandIn())
+    original = vars(module).get("forward")
+    module.forward, stand_in.function = stand_in.forward, forward
+    outputs: Any = ()
     try:
-        left = call()
+        outputs = call()
     except Exception:
         if not errors:
             raise
     finally:
-        place.function = None
-        if own is None:
+        stand_in.function = None
+        if original is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = original
     if errors:
         raise errors.pop()
     if len(inside) != 1:
@@ -53,27 +52,27 @@ def as_forward(
             f"model: expected one call of its {type(module).__name__} in a forward pass, got "
             f"{len(inside)}; call the wrapper that calls it once"
         )
-    pairs = zip(left, inside[0], strict=True)
+    pairs = zip(outputs, inside[0], strict=True)
     return tuple(
         out if out.dtype == value.dtype else _WithGradientOf.apply(value.detach(), out)
         for out, value in pairs
     )
 
 
-class _Place:
-    """What stands in the place of a module's forward, the same each time for a compiled graph."""
+class _StandIn:
+    """The replacement of a module's forward, kept so that compiled graphs see the same object."""
 
     def __init__(self) -> None:
         self.function: Any = None
-        # What is compiled in it is compiled by itself: the decoder.
+        # Only the decoder inside it is compiled.
         self.forward = torch.compiler.disable(lambda *args, **_: self.function(*args))
 
 
-_PLACES: WeakKeyDictionary[nn.Module, _Place] = WeakKeyDictionary()
+_STAND_INS: WeakKeyDictionary[nn.Module, _StandIn] = WeakKeyDictionary()
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """A value whose gradient is that of another tensor, to whose dtype torch converts it."""
+    """A value whose gradient goes to another tensor, in the dtype of that tensor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:

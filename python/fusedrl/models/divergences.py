@@ -22,7 +22,7 @@ from fusedrl.ops.token_log_probs import TokenLogProbs
 
 
 class Classes(NamedTuple):
-    """A teacher that is known by a few classes of each token, ``[N, k]`` both."""
+    """A teacher given by a few classes of each token and their log-probs, both ``[N, k]``."""
 
     ids: Tensor
     log_probs: Tensor
@@ -40,23 +40,23 @@ def causal_divergences(
     max_tokens_per_forward: int | None = None,
     share_prefixes: bool = True,
 ) -> Tensor:
-    """The divergence between two distributions of every kept token of packed sequences.
+    """The divergence between student and teacher for every kept token of packed sequences.
 
-    Logits exist a tile at a time, for kept tokens alone (see :func:`fusedrl.linear_exact_kl` and
-    :func:`fusedrl.linear_top_k_kl`). No gradient reaches the teacher.
+    Logits exist one tile at a time, only for kept tokens (see :func:`fusedrl.linear_exact_kl` and
+    :func:`fusedrl.linear_top_k_kl`). The teacher gets no gradient.
 
     Args:
-        model: the student, as in :func:`causal_log_probs`, and so are ``tokens``, ``lengths``,
-            ``mask``, ``max_tokens_per_forward`` and ``share_prefixes``.
+        model: the student; this, ``tokens``, ``lengths``, ``mask``, ``max_tokens_per_forward`` and
+            ``share_prefixes`` are as in :func:`causal_log_probs`.
         teacher: a model with the student's vocabulary, or :class:`Classes`.
-        direction, classes: as in :func:`fusedrl.exact_kl`, the latter for two models alone.
+        direction, classes: as in :func:`fusedrl.exact_kl`; ``classes`` only for two models.
 
     Returns:
         float32 ``[N]`` (float64 for float64 models), and 0 for the first token of every sequence.
 
     Raises:
-        TypeError, ValueError: as :func:`causal_log_probs`; or a model does not come apart into
-            decoder and head, or has a head that is spread over ranks.
+        TypeError, ValueError: as :func:`causal_log_probs`; or a model cannot be split into decoder
+            and head, or its head is sharded over ranks.
     """
     batch = tokens, lengths, mask, max_tokens_per_forward, share_prefixes, None
 
@@ -80,9 +80,9 @@ def causal_divergences(
 
 
 class Scores(NamedTuple):
-    """What two models give each token, ``[N]`` in nats, and 0 for those that are not scored.
+    """Scores of each token under two models, ``[N]`` in nats; 0 for tokens that are not scored.
 
-    ``kl`` has the divergences in the directions that were asked for.
+    ``kl`` has the divergences in the requested directions.
     """
 
     policy: TokenLogProbs
@@ -105,25 +105,25 @@ def causal_scores(
 ) -> Scores:
     """Log-probs, entropies and exact divergences of every kept token under two models.
 
-    Each model computes its hidden states once, and logits exist a tile at a time. Where one of the
-    models does not come apart into decoder and head, both compute their logits, a sequence at a
-    time. No gradient reaches a model.
+    Each model computes its hidden states once, and logits exist one tile at a time. If a model
+    cannot be split into decoder and head, both compute full logits, one sequence at a time. Neither
+    gets a gradient.
 
     Args:
-        policy, reference: models of one vocabulary, as in :func:`causal_log_probs`, and so are
-            ``tokens``, ``lengths``, ``mask`` and ``max_tokens_per_forward``.
-        directions, classes: as in :func:`fusedrl.exact_kl`, any number of directions.
+        policy, reference: models with one vocabulary; these, ``tokens``, ``lengths``, ``mask`` and
+            ``max_tokens_per_forward`` are as in :func:`causal_log_probs`.
+        directions, classes: as in :func:`fusedrl.exact_kl`, with any number of directions.
         temperature: positive divisor of both models' logits.
 
     Raises:
         TypeError, ValueError: as :func:`causal_log_probs`.
     """
     batch = tokens, lengths, mask, max_tokens_per_forward, True, None
-    asked = directions, temperature, classes
+    options = directions, temperature, classes
     with together("scores", policy, reference):
-        columns = _from_states(policy, reference, batch, *asked)
+        columns = _from_states(policy, reference, batch, *options)
         if columns is None:
-            columns = _from_logits(policy, reference, batch, *asked)
+            columns = _from_logits(policy, reference, batch, *options)
     return Scores(TokenLogProbs(*columns[:2]), TokenLogProbs(*columns[2:4]), tuple(columns[4:]))
 
 
@@ -135,7 +135,7 @@ def _from_states(
     temperature: float,
     classes: int | None,
 ) -> list[Tensor] | None:
-    """The columns of :class:`Scores`; ``None`` where a model does not come apart."""
+    """The columns of :class:`Scores`; ``None`` if a model cannot be split."""
     found = _states_of(reference, batch, lambda hidden, *_: (hidden,))
     if found is None or found[1].gathered:
         return None
@@ -143,10 +143,10 @@ def _from_states(
 
     def score(hidden: Tensor, parts: Parts, places: Tensor) -> tuple[Tensor, ...]:
         heads = _pair(hidden, parts, states[places.to(states.device)], ref, classes)
-        theirs = {name[4:]: x for name, x in heads.items() if name.startswith("ref_")}
+        ref_head = {name[4:]: x for name, x in heads.items() if name.startswith("ref_")}
         rows = {"tokens": batch[0].cpu()[places].to(hidden.device), "temperature": temperature}
         columns: list[Any] = []
-        for side in {name: heads[name] for name in theirs}, theirs:
+        for side in {name: heads[name] for name in ref_head}, ref_head:
             columns += linear_token_log_probs(**side, **rows, entropy=True)
         kl = [linear_exact_kl(**heads, direction=d, temperature=temperature).kl for d in directions]
         return (*columns, *kl)
@@ -163,7 +163,7 @@ def _from_logits(
     temperature: float,
     classes: int | None,
 ) -> list[Tensor]:
-    """The columns of :class:`Scores`, from all logits of a sequence at a time."""
+    """The columns of :class:`Scores`, from the full logits of one sequence at a time."""
     tokens, lengths, mask = batch[:3]
     for model in (policy, reference):
         check_context(model, lengths)
@@ -178,9 +178,9 @@ def _from_logits(
             continue
         ids, rows = tokens[at].to(device), {"mask": kept[at].to(device), "shift": True}
         rows |= {"offsets": torch.tensor([0, length], device=device), "temperature": temperature}
-        # Prompts that are learned have logits in front.
-        answers = (m(input_ids=tokens[at][None].to(device_of(m))) for m in (policy, reference))
-        sides = [answer.logits[0, -length:, :classes].to(device) for answer in answers]
+        # The last rows, as learned prompts have logits in front.
+        outputs = (m(input_ids=tokens[at][None].to(device_of(m))) for m in (policy, reference))
+        sides = [output.logits[0, -length:, :classes].to(device) for output in outputs]
         found: list[Any] = []
         for side in sides:
             found += token_log_probs(side, ids, entropy=True, **rows)
@@ -192,10 +192,10 @@ def _from_logits(
 def _pair(
     hidden: Tensor, parts: Parts, ref_hidden: Tensor, ref: Parts, classes: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of :func:`fusedrl.linear_exact_kl`, of one dtype and device."""
-    ours = {"hidden": hidden, "weight": parts.weight, **parts.options}
-    theirs = {"hidden": ref_hidden, "weight": ref.weight, **ref.options}
-    heads = {**ours, **{f"ref_{name}": x for name, x in theirs.items()}}
+    """The arguments of :func:`fusedrl.linear_exact_kl`, converted to one dtype and device."""
+    heads: dict[str, Any] = {"hidden": hidden, "weight": parts.weight, **parts.options}
+    ref_head = {"hidden": ref_hidden, "weight": ref.weight, **ref.options}
+    heads |= {f"ref_{name}": x for name, x in ref_head.items()}
     dtype = torch.promote_types(hidden.dtype, ref_hidden.dtype)
     for name, x in heads.items():
         if isinstance(x, Tensor):
@@ -210,9 +210,9 @@ def _states_of(
     batch: tuple[Any, ...],
     function: Callable[[Tensor, Parts, Tensor], tuple[Tensor, ...]],
 ) -> tuple[list[Tensor], Parts] | None:
-    """What ``function`` makes of the states of kept tokens, ``[N, ...]`` each, and the parts.
+    """``function`` applied to the states of kept tokens, as ``[N, ...]``, and the parts.
 
-    ``None`` if the decoder and the head of the model cannot be called by themselves.
+    ``None`` if the model cannot be split into decoder and head, or its head is sharded.
     """
     with planned(model, *batch) as plan:
         parts = plan.capabilities.parts
@@ -228,7 +228,7 @@ def _required(
 ) -> tuple[list[Tensor], Parts]:
     if found is None or (name == "teacher" and found[1].gathered):
         raise ValueError(
-            f"{name}: expected a model whose decoder and head can be called by themselves, "
-            f"got {type(model).__name__}; use the k3 estimate with it"
+            f"{name}: expected a model that can be split into decoder and head, got "
+            f"{type(model).__name__}; use the k3 estimate with it"
         )
     return found

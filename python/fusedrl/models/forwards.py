@@ -1,4 +1,4 @@
-"""Sequences grouped into forward passes, and the inputs of each."""
+"""Group sequences into forward passes, and build the inputs of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedrl.models.tree_mask import SHARING, row_of
 
 
 class Scored(NamedTuple):
-    """The tokens of a sequence, which of them to score, and where it starts in the pack."""
+    """A sequence: its tokens, the indices to score, and its start among the packed tokens."""
 
     tokens: Tensor
     kept: Tensor
@@ -26,10 +26,10 @@ class Scored(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The inputs of a forward pass, and where the kept tokens of the pack are, at ``places`` there.
+    """The inputs of a forward pass, and the ``places`` of its kept tokens among all packed tokens.
 
-    ``predicting`` are the places in the pass, flattened, of the tokens before them. Attention
-    ``follows`` the sequences by a mask that knows them, or takes their positions or padding.
+    ``predicting`` are the flat places in the pass of the tokens before them. If attention
+    ``follows`` the sequences, it uses a :class:`TreeMask`, else positions or padding.
     """
 
     inputs: dict[str, Any]
@@ -43,12 +43,12 @@ def check_limit(max_tokens_per_forward: int | None) -> None:
     if max_tokens_per_forward is not None and max_tokens_per_forward < 1:
         raise ValueError(
             f"max_tokens_per_forward: expected a positive number or None, got "
-            f"{max_tokens_per_forward}; None computes all sequences in one forward pass"
+            f"{max_tokens_per_forward}; pass None for the default"
         )
 
 
 def scored_sequences(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> list[Scored]:
-    """The sequences with tokens to score; nothing predicts the first token of each."""
+    """The sequences with tokens to score, among which the first of a sequence never is."""
     mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.cpu()
     starts = accumulate(lengths, initial=0)
     rows = zip(tokens.split(lengths), mask.split(lengths), starts, strict=False)
@@ -57,7 +57,7 @@ def scored_sequences(tokens: Tensor, lengths: list[int], mask: Tensor | None) ->
 
 
 def nothing_of(tokens: Tensor, device: torch.device) -> Pass:
-    """A pass of one token in which nothing is scored."""
+    """A pass of one token, which is not scored."""
     one = tokens[:1] if len(tokens) else tokens.new_zeros(1)
     return _padded([Scored(one, tokens[:0], 0)], device)
 
@@ -65,32 +65,32 @@ def nothing_of(tokens: Tensor, device: torch.device) -> Pass:
 def passes_of(
     model: Any, found: Capabilities, work: list[Scored], limit: int | None, share: bool
 ) -> list[Pass]:
-    """The forward passes over sequences, of at most ``limit`` tokens where sequences share them.
+    """The forward passes over sequences, of at most ``limit`` tokens if they share passes.
 
-    Shorter sequences first: those that are computed alone leave a model that remembers the longest
-    call (dynamic NTK) as a sequence of their own length would.
+    Sequences that run alone come in order of length, because a model with dynamic NTK adapts to the
+    longest call so far.
     """
     device = device_of(model)
-    together, alone = [], []
+    batched, alone = [], []
     for row in work:
         short = found.below is None or len(row.tokens) < found.below
-        (together if short and found.together else alone).append(row)
+        (batched if short and found.batches else alone).append(row)
     if found.parts is not None:
-        passes = _packed_passes(found, found.parts, together, limit, share)
+        passes = _packed_passes(found, found.parts, batched, limit, share)
     else:
-        passes = _padded_passes(together, limit or _usual(device, None), device)
-    if alone and found.below is not None:  # makes the model forget its longest call
+        passes = _padded_passes(batched, limit or _usual(device, None), device)
+    if alone and found.below is not None:  # a short call resets dynamic NTK
         passes.append(nothing_of(alone[0].tokens, device))
     alone.sort(key=lambda row: len(row.tokens))
     return passes + [_padded([row], device) for row in alone]
 
 
 def _usual(device: torch.device, attention: str | None) -> int:
-    """How many tokens a forward pass takes if the caller sets no bound.
+    """The default limit of tokens in a forward pass.
 
-    A packed row costs attention over its whole square unless a flash kernel knows the sequences,
-    and a CPU gains nothing from more than a few hundred rows of a product. The values for CUDA are
-    not measured yet.
+    Attention over a packed row costs the square of its length except in a flash kernel with
+    sequence boundaries, and on a CPU matrix products of a few hundred rows are fast enough. The
+    values for CUDA have not been measured.
     """
     if device.type == "cpu":
         return 512
@@ -100,14 +100,14 @@ def _usual(device: torch.device, attention: str | None) -> int:
 def _packed_passes(
     found: Capabilities, parts: Parts, work: list[Scored], limit: int | None, share: bool
 ) -> list[Pass]:
-    """Rows of sequences, in which a beginning that some ``share`` is once."""
-    # Tokens before it predict a token, so the last kept one and all after it are not read.
+    """Passes of one row of sequences each, in which a common prefix occurs once if ``share``."""
+    # A token is predicted by those before it, so the last kept one is not part of the input.
     work = [row._replace(tokens=row.tokens[: int(row.kept[-1])]) for row in work]
     attention = attention_of(parts.config)
     usual = _usual(parts.embeddings.device, attention)
     most = max(usual, SHARING.get(str(attention), 0))
-    # A model that gathers its weights for each pass makes fewer passes, of long rows, in which
-    # attention then follows the sequences.
+    # If weights are gathered for each pass, fewer passes of longer rows are faster; a mask then
+    # limits attention to each sequence.
     follows = found.shares and parts.gathered
     shared = [0] * len(work)
     if share and found.shares:
@@ -128,9 +128,9 @@ def _packed_passes(
 
 
 def _packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of sizes, in rows that sum to at most ``limit``; a larger one is alone.
+    """Indices of sizes in rows that sum to at most ``limit``; a larger size has its own row.
 
-    The largest come first, each into the fullest row that has room (best fit decreasing).
+    Best fit decreasing: from the largest, each goes to the fullest row with enough room.
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -146,9 +146,9 @@ def _packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _padded_passes(work: list[Scored], limit: int, device: torch.device) -> list[Pass]:
-    """Batches of at most ``limit`` tokens, padding included; a longer sequence is alone.
+    """Batches of at most ``limit`` tokens including padding; a longer sequence has its own batch.
 
-    Sequences of similar lengths share a batch, the longest first.
+    Sequences are sorted by length, to save padding.
     """
     batches: list[list[Scored]] = []
     for row in sorted(work, key=lambda row: -len(row.tokens)):
@@ -160,7 +160,7 @@ def _padded_passes(work: list[Scored], limit: int, device: torch.device) -> list
 
 
 def _padded(rows: list[Scored], device: torch.device) -> Pass:
-    """A batch with padding on the right, because learned positions count from the left edge."""
+    """A right-padded batch, as learned positions start at the first column."""
     ids = pad_sequence([row.tokens for row in rows], batch_first=True)
     mask = pad_sequence([torch.ones_like(row.tokens) for row in rows], batch_first=True)
     paths = torch.arange(ids.numel(), device="cpu").view(ids.shape)
@@ -169,7 +169,7 @@ def _padded(rows: list[Scored], device: torch.device) -> Pass:
 
 
 def _pass(inputs: dict[str, Any], rows: list[Scored], paths: list[Tensor], follows: bool) -> Pass:
-    """A pass in which each sequence has the places of its path."""
+    """A pass in which ``paths`` are the places of each sequence."""
     places = torch.cat([row.kept + row.start for row in rows])
     predicting = [path[row.kept - 1] for row, path in zip(rows, paths, strict=True)]
     return Pass(inputs, places, torch.cat(predicting), follows)

@@ -36,10 +36,10 @@ def causal_log_probs(
 ) -> TokenLogProbs:
     """Log-prob of every kept token of packed sequences under a transformers causal LM.
 
-    Several sequences share a row of the decoder, nothing after the last kept token of each is
-    computed, and the head is multiplied with those hidden states only that predict kept tokens.
-    This is so for types of models that are tested, if they agree with their own logits where they
-    are used first, and after a change. All others compute their own logits, of padded batches.
+    Sequences are packed into rows of the decoder and cut at their last kept token, and the head is
+    applied only to hidden states that predict kept tokens. This requires a tested model type whose
+    results agree with its logits in a comparison at the first call, and after a change of the
+    model. Any other model computes its full logits, in padded batches.
 
     Args:
         model: the model, a peft model around one, or a :class:`fusedrl.models.WithAdapter`.
@@ -47,26 +47,26 @@ def causal_log_probs(
         lengths: number of tokens of each sequence, integers that sum to ``N``.
         mask: bool ``[N]``; ``None`` keeps all. A dropped token has log-prob 0.
         max_tokens_per_forward: largest number of tokens in one forward pass, including padding; a
-            longer sequence runs alone. ``None`` takes 512 on a CPU, 16384 with flash attention, and
-            4096 otherwise; at least 4096 (1024 with eager attention) where sequences share a
-            beginning or FSDP gathers weights; all tokens if ranks ask a model for its logits.
-        share_prefixes: compute a beginning of at least 32 tokens that several sequences share once
-            for all of them, where the model's type and attention (sdpa, eager) allow it, unless it
-            drops out or is compiled. Results differ by rounding.
+            longer sequence runs alone. ``None`` means 512 on a CPU, 16384 with flash attention, and
+            4096 otherwise; at least 4096 (1024 with eager attention) if sequences share a prefix or
+            FSDP gathers weights; all tokens if several ranks compute full logits.
+        share_prefixes: compute a common prefix of at least 32 tokens once, if the model's type and
+            attention (sdpa, eager) allow it and it has no active dropout and is not compiled.
+            Results differ by rounding.
         temperature: positive divisor of the logits.
         entropy: also compute the entropy of each kept token's distribution.
-        model_kwargs: more arguments of the model's forward where its logits are needed.
+        model_kwargs: more arguments of the model's forward, used if its logits are needed.
 
     Returns:
         :class:`fusedrl.TokenLogProbs`: float32 ``[N]`` (float64 for a float64 model), on the device
         of the model's head, and 0 for the first token of every sequence. The entropy is ``None``
-        without ``entropy=True``. Both differentiate with respect to the model; where no token is
-        kept, one is computed, so that the gradients are 0 and not missing.
+        without ``entropy=True``. Both have gradients for the model, which are 0 rather than
+        missing if no token is kept.
 
     Raises:
-        TypeError: tokens of the model see later ones.
-        ValueError: lengths or mask do not fit the tokens, the model has no positions for so long a
-            sequence, or an id is outside of its vocabulary.
+        TypeError: the model is not causal.
+        ValueError: lengths or mask do not fit the tokens, a sequence is longer than the model's
+            context, or an id is outside its vocabulary.
 
     Example:
         >>> import torch
@@ -91,10 +91,10 @@ def causal_log_probs(
 
 
 def _from_states(plan: Plan, parts: Parts, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Log-probs of the kept tokens, and entropies if asked for, from the hidden states."""
+    """Log-probs of the kept tokens, and entropies if requested, from the hidden states."""
     tokens = plan.tokens[plan.places]
     first = which = torch.arange(len(tokens), device="cpu")
-    if plan.follows:  # a token that sequences share is multiplied with the head once
+    if plan.follows:  # the head is applied once to a token that sequences share
         before = accumulate((one.inputs["input_ids"].numel() for one in plan.passes), initial=0)
         numbered = zip(plan.passes, before, strict=False)
         states = torch.cat([one.predicting + place for one, place in numbered])
@@ -112,7 +112,7 @@ def _from_states(plan: Plan, parts: Parts, options: dict[str, Any]) -> tuple[Ten
 
 
 def _from_logits(plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Log-probs of the kept tokens, and entropies if asked for, from the model's own logits."""
+    """Log-probs of the kept tokens, and entropies if requested, from the model's logits."""
     device = device_of(plan.model)
     scored = []
     for number, one in enumerate(plan.passes, 1):
@@ -125,7 +125,7 @@ def _from_logits(plan: Plan, options: dict[str, Any]) -> tuple[Tensor, ...]:
             output = plan.model(ids, **inputs, **plan.kwargs)
         # Other ranks may have begun the next pass.
         with plan.step.collective() if number < len(plan.passes) else nullcontext():
-            # Behind what prompt tuning puts before.
+            # The last rows, as prompt tuning puts others in front.
             logits = output["logits"][:, -ids.shape[1] :]
             check_all_classes(logits.shape[-1], vocabulary_of(plan.model))
             check_vocabulary(plan.tokens, logits.shape[-1], one.places)

@@ -1,4 +1,4 @@
-"""A policy with other adapters, or with none, without a second copy of its weights."""
+"""A policy with other adapters, or without any, as a model that shares the policy's weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 class OtherAdapters(nn.Module):
-    """A peft model under another choice of its adapters than the policy's."""
+    """A peft model with a different choice of active adapters than the policy."""
 
     adapted: Any
-    _choice: Callable[[], AbstractContextManager[Any]]  # a block in which the model has them
+    _choice: Callable[[], AbstractContextManager[Any]]  # a block in which they are active
 
     def __init__(self, adapted: nn.Module) -> None:
         super().__init__()
@@ -23,19 +23,18 @@ class OtherAdapters(nn.Module):
                 f"adapted: expected a peft model with adapters to switch, got "
                 f"{type(adapted).__name__}; pass the reference model itself instead"
             )
-        # Not a submodule: the parameters are the policy's, to move, to train and to save.
+        # Not a submodule, as the parameters belong to the policy.
         self.__dict__["adapted"] = adapted
         self.config: Any = adapted.config
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Give the policy these adapters for a ``with`` block, and then its own again."""
+        """Activate these adapters in a ``with`` block, and restore the policy's after it."""
         if any(getattr(module, "merged", False) is True for module in self.adapted.modules()):
             raise RuntimeError(
-                "adapted: expected adapters beside the weights, got merged ones; call "
-                "unmerge_adapter() first"
+                "adapted: expected unmerged adapters, got merged ones; call unmerge_adapter() first"
             )
-        # peft makes adapters trainable when it switches to them, frozen ones too.
+        # peft makes adapters trainable when it activates them, even frozen ones.
         kept = [(p, "requires_grad", p.requires_grad) for p in self.adapted.parameters()]
         kept += [(module, "training", module.training) for module in self.adapted.modules()]
         try:
@@ -53,12 +52,12 @@ class OtherAdapters(nn.Module):
 
 
 class WithoutAdapters(OtherAdapters):
-    """A peft model as it was before its adapters: the reference of a LoRA policy.
+    """A peft model without its adapters: the reference of a LoRA policy.
 
-    It shares every weight with the policy. It computes in eval mode, and without a gradient graph,
-    because a backward pass would find the policy's adapters again. The policy is switched for all
-    its users meanwhile, so that no other thread may compute with it then. Merged adapters are a
-    ``RuntimeError`` of the forward pass, because peft would unmerge them for good.
+    It shares all weights with the policy. It runs in eval mode and without gradients, as a backward
+    pass would run with the policy's adapters. Its forward pass switches the policy itself, so that
+    no other thread may use the policy meanwhile. Merged adapters are a ``RuntimeError``, because
+    peft would unmerge them permanently.
 
     Example:
         >>> import torch
@@ -75,9 +74,9 @@ class WithoutAdapters(OtherAdapters):
 
 
 class WithAdapter(OtherAdapters):
-    """A peft model with one of its adapters alone: the reference of a policy that began with it.
+    """A peft model with only one of its adapters: the reference of a policy that started from it.
 
-    All else is as for :class:`WithoutAdapters`; disabled adapters are a ``RuntimeError``, too.
+    See :class:`WithoutAdapters`; disabled adapters are a ``RuntimeError``, too.
 
     Example:
         >>> import torch
@@ -110,6 +109,6 @@ class WithAdapter(OtherAdapters):
             self.adapted.set_adapter(self.name)
             yield
         finally:
-            # From the outside in, because each sets those inside of it, too.
+            # Outer modules first, because set_adapter also changes the modules inside.
             for module, names in active:
                 module.set_adapter(names)

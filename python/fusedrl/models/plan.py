@@ -1,4 +1,4 @@
-"""The forward passes of a call, and the hidden states in them that predict its kept tokens."""
+"""Plan the forward passes of a call, and compute the hidden states that predict kept tokens."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from fusedrl.models.split import (
     vocabulary_of,
 )
 
-# Learned positions may begin at an offset, as those of OPT and BART do.
+# Largest offset of learned positions, as in OPT and BART.
 _OFFSET = 8
 
 
 class Plan(NamedTuple):
-    """The forward passes of a call over the kept ones of ``tokens``, ``[N]`` on the CPU."""
+    """The forward passes of a call that scores the kept ones of ``tokens``, ``[N]`` on the CPU."""
 
     model: Any
     tokens: Tensor
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
     @property
     def places(self) -> Tensor:
-        """Places of the kept tokens in the pack, in the order of the passes."""
+        """Places of the kept tokens among all packed tokens, in the order of the passes."""
         return torch.cat([one.places for one in self.passes])
 
     def placed(self, values: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
     @property
     def follows(self) -> bool:
-        """Whether sequences share tokens in a pass, or may."""
+        """Whether a pass uses a mask that lets sequences share tokens."""
         return any(one.follows for one in self.passes)
 
 
@@ -77,8 +77,8 @@ def planned(
 ) -> Iterator[Plan]:
     """Check the arguments and plan the forward passes to make in the block.
 
-    The model's weights have one version in the block. Every rank of a model makes as many passes as
-    the one with the most.
+    In the block, the weights of the model stay at one version. All ranks of a model run the same
+    number of passes.
     """
     with together("log-probs", model) as step:
         lengths = [int_of(n) for n in lengths]
@@ -102,11 +102,11 @@ def planned(
 
 
 def _check_packed(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> None:
-    """Refuse what would be taken for other tokens, or for another mask."""
-    other = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
-    if tokens.dim() != 1 or other or sum(lengths) != len(tokens):
+    """Refuse tokens or a mask of another shape or dtype."""
+    no_integers = tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool
+    if tokens.dim() != 1 or no_integers or sum(lengths) != len(tokens):
         raise ValueError(
-            f"tokens: expected [{sum(lengths)}] integers, as many as the lengths sum to, got "
+            f"tokens: expected [{sum(lengths)}] integers, the sum of the lengths, got "
             f"{tuple(tokens.shape)} of {tokens.dtype}; concatenate the sequences"
         )
     if mask is not None and (mask.shape != tokens.shape or mask.dtype != torch.bool):
@@ -117,10 +117,10 @@ def _check_packed(tokens: Tensor, lengths: list[int], mask: Tensor | None) -> No
 
 
 def check_context(model: Any, lengths: Sequence[int]) -> None:
-    """Refuse a sequence with more tokens than a model has positions for, if it has a table of them.
+    """Refuse a sequence that is longer than a table of positions of the model, if it has one.
 
-    Beyond it, a GPU's error would end the process. It may be learned, or sines or a causal mask
-    that are computed once. Rotary embeddings, ALiBi and recurrent states run beyond the context.
+    Exceeding the table on a GPU would abort the process. It may be learned, or precomputed sines or
+    a causal mask. Rotary embeddings, ALiBi and recurrent states have no such limit.
     """
     model = chain_of(model)[-1]
     context = getattr(text_config(model), "max_position_embeddings", None)
@@ -131,9 +131,9 @@ def check_context(model: Any, lengths: Sequence[int]) -> None:
     for module in model.modules():
         rows = getattr(module, "num_embeddings", None)
         learned = isinstance(rows, int) and module is not inputs and 0 <= rows - context <= _OFFSET
-        own = [*buffers_of(module).values()]
-        own += [weight for name, weight in parameters_of(module).items() if "pos" in name]
-        if learned or any(x is not None and x.dim() > 1 and context in x.shape for x in own):
+        tables = [*buffers_of(module).values()]
+        tables += [weight for name, weight in parameters_of(module).items() if "pos" in name]
+        if learned or any(x is not None and x.dim() > 1 and context in x.shape for x in tables):
             raise ValueError(
                 f"tokens: sequence {lengths.index(longest)}: expected at most {context} tokens, "
                 f"the model's context, got {longest}; truncate or split it"
@@ -141,7 +141,7 @@ def check_context(model: Any, lengths: Sequence[int]) -> None:
 
 
 def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = None) -> None:
-    """Refuse negative ids and those from ``size`` on, of all tokens or of those at ``places``."""
+    """Refuse ids outside ``[0, size)``, of all tokens or of those at ``places``."""
     outside = (tokens < 0) | (tokens >= (torch.inf if size is None else size))
     if places is not None:
         outside &= torch.zeros_like(outside).index_fill(0, places, True)
@@ -155,16 +155,15 @@ def check_vocabulary(tokens: Tensor, size: int | None, places: Tensor | None = N
 
 
 def check_all_classes(classes: int, embedded: int | None) -> None:
-    """Refuse the logits of one shard of a vocabulary, as its rank has them.
+    """Refuse logits of one shard of a vocabulary, which would give wrong log-probs.
 
-    A head may have a few classes less than its model embeds ids. One of several shards has half of
-    them or less, and log-probs over a shard alone are wrong.
+    A head may have a few classes less than the model embeds ids, but a shard has at most half.
     """
     if embedded is not None and classes <= (embedded + 1) // 2:
         raise ValueError(
-            f"model: expected logits of the {embedded} ids that it embeds, got those of {classes}, "
-            "as a head that is sharded over the vocabulary gives; gather its logits, or pass the "
-            "shard to linear_token_log_probs with vocab_offset= and vocab_group="
+            f"model: expected logits of the {embedded} ids that it embeds, got only {classes}, as "
+            "from a head that is sharded over the vocabulary; gather its logits, or pass the shard "
+            "to linear_token_log_probs with vocab_offset= and vocab_group="
         )
 
 
@@ -177,7 +176,7 @@ def _passes(
     share: bool,
     step: Step,
 ) -> list[Pass]:
-    """The forward passes over the kept tokens, after a look whether they are in the head."""
+    """The forward passes over the kept tokens, whose ids are checked against the head."""
     if found.parts is not None:
         classes = len(found.parts.head.weight)
         check_all_classes(classes, len(found.parts.embeddings))
@@ -185,14 +184,14 @@ def _passes(
         check_vocabulary(tokens, classes, torch.cat(places))
     modules = modules_of(model) if step.call is not None and torch.is_grad_enabled() else []
     ddp = [each for each in modules if isinstance(each, DistributedDataParallel)]
-    counts = any(each.require_backward_grad_sync and not each.static_graph for each in ddp)
-    # DDP would see a weight's gradient once for each pass: checkpoints bring it anew.
-    one = counts and any(map(has_reentrant_checkpoints, modules))
+    syncs = any(each.require_backward_grad_sync and not each.static_graph for each in ddp)
+    # With reentrant checkpoints, each pass would mark the gradients as ready for DDP once more.
+    one_pass = syncs and any(map(has_reentrant_checkpoints, modules))
     width = max((len(row.tokens) for row in work), default=1)
-    if one and len(work) * width**2 < len(tokens) ** 2:  # as attention takes time
-        found = found._replace(parts=None)  # a padded batch, no row
-    # What wraps the model may take one forward pass for one backward pass.
-    if one or (step.call is not None and found.parts is None):
+    if one_pass and len(work) * width**2 < len(tokens) ** 2:  # cost of attention
+        found = found._replace(parts=None)  # a padded batch instead of a packed row
+    # Wrappers such as DDP may expect one forward pass per backward pass.
+    if one_pass or (step.call is not None and found.parts is None):
         limit = limit or max(len(work), 1) * width
     return passes_of(model, found, work, limit, share)
 
@@ -200,9 +199,9 @@ def _passes(
 def at_kept_states(
     plan: Plan, parts: Parts, function: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """What ``function`` makes of the hidden states ``[K, H]`` that predict the kept tokens.
+    """``function`` applied to the hidden states ``[K, H]`` that predict the kept tokens.
 
-    It runs where the weight of the head is whole, in the block of :func:`planned`.
+    Call it in the block of :func:`planned`. ``function`` runs while the head's weight is gathered.
     """
 
     def compute() -> tuple[Tensor, ...]:
@@ -212,7 +211,7 @@ def at_kept_states(
                 for one in plan.passes:
                     states = parts.hidden(**one.inputs).flatten(0, 1)
                     hidden.append(states[one.predicting.to(states.device)])
-            # Ranks with parts of a head put together what it makes.
+            # With a sharded head, ``function`` communicates.
             with plan.step.collective() if parts.sharded else nullcontext():
                 return parts.at_head(torch.cat(hidden), function)
 
@@ -220,7 +219,7 @@ def at_kept_states(
         with UNCOMPILED if plan.follows else nullcontext():
             return parts.within(compute, plan.passes[0].inputs["input_ids"])
 
-    # Whatever is compiled around the decoder or called by it would be compiled once for each tree,
-    # and cannot guard the tree's mask.
+    # Compiled code around or inside the decoder would be recompiled for each tree, whose mask it
+    # cannot guard on.
     called: Any = torch.compiler.disable(run) if plan.follows else run
     return called()

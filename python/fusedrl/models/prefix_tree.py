@@ -1,7 +1,7 @@
-"""Beginnings that token sequences share, each of which is laid out and computed once.
+"""Find common prefixes of token sequences, to lay out and compute each of them once.
 
-Sequences are sorted, so that each continues the one before it. A common part counts in whole
-blocks, because a branch costs more than a few tokens do.
+Sequences are sorted, so that neighbours share the longest prefixes. A common prefix is rounded down
+to whole blocks, because a branch costs more than a few tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 BLOCK = 16  # tokens
-LEAST = 32  # tokens of a beginning that is worth sharing
+LEAST = 32  # tokens of a prefix that is worth sharing
 
 
 class Part(NamedTuple):
-    """Where a sequence is in a row of tokens.
+    """The places of a sequence in a row of tokens.
 
-    ``path`` has the places of all its tokens, ``[T]``. The first ``shared`` of them are those of
-    other sequences, and the rest lie side by side.
+    ``path`` ``[T]`` has the places of all its tokens: the first ``shared`` are those of earlier
+    sequences, the rest are contiguous.
     """
 
     path: Tensor
@@ -30,14 +30,15 @@ class Part(NamedTuple):
 
     @property
     def own(self) -> Tensor:
-        """The places of the tokens that no sequence before it has."""
+        """The places of the tokens that are not shared with an earlier sequence."""
         return self.path[self.shared :]
 
 
 def in_order(rows: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Indices that sort token sequences, and how many tokens each shares with the one before it.
+    """Indices that sort token sequences, and the number of tokens each shares with the one before.
 
-    That is a multiple of ``BLOCK``, or all tokens of the one before, and at least ``LEAST`` or 0.
+    The number is 0 or at least ``LEAST``, and a multiple of ``BLOCK`` unless it is all tokens of
+    the sequence before.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].numpy().tobytes())
     shared = [0] * min(len(rows), 1)
@@ -54,23 +55,23 @@ def in_order(rows: Sequence[Tensor]) -> tuple[list[int], list[int]]:
 def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range]:
     """Divide sorted sequences into groups of at most ``limit`` tokens, shared ones counted once.
 
-    There is a cut wherever nothing is shared, and beyond that the fewest tokens are laid out that
-    are possible. A sequence that is longer than the limit is alone.
+    Groups are cut where nothing is shared, and otherwise so that the total number of tokens is
+    minimal. A sequence that is longer than the limit is a group by itself.
     """
-    fewest = [0]  # tokens of the groups that end before each sequence
-    starts: list[int] = []  # the first sequence of the last of them
-    # A heap of first sequences of a group: the fewest tokens in all with it, and the tokens of the
-    # group, both less what all sequences so far have of their own.
-    possible: list[tuple[int, int, int]] = []
+    fewest = [0]  # minimal total of tokens in groups up to each sequence
+    starts: list[int] = []  # the first sequence of the last of these groups
+    # A heap of candidates for the start of the current group, as (total, tokens of the group,
+    # start); both numbers are relative to `own`, the unshared tokens of all sequences so far.
+    candidates: list[tuple[int, int, int]] = []
     own = 0
     for last, (length, common) in enumerate(zip(lengths, shared, strict=True)):
         if not common:
-            possible.clear()
+            candidates.clear()
         own += length - common
-        heappush(possible, (fewest[last] + length - own, length - own, last))
-        while possible[0][1] + own > limit and possible[0][2] != last:
-            heappop(possible)
-        best, _, start = possible[0]
+        heappush(candidates, (fewest[last] + length - own, length - own, last))
+        while candidates[0][1] + own > limit and candidates[0][2] != last:
+            heappop(candidates)
+        best, _, start = candidates[0]
         fewest.append(best + own)
         starts.append(start)
     groups: list[range] = []
@@ -82,7 +83,7 @@ def cut(lengths: Sequence[int], shared: Sequence[int], limit: int) -> list[range
 
 
 def laid_out(lengths: Sequence[int], shared: Sequence[int]) -> list[Part]:
-    """The places of sequences in a row, in which each follows the one it shares tokens with."""
+    """The places of sequences in a row, each after the one whose prefix it shares."""
     parts: list[Part] = []
     first = 0
     for length, common in zip(lengths, shared, strict=True):

@@ -1,4 +1,4 @@
-"""The ranks that share a model, and what they agree on before they run it together."""
+"""The ranks that share a model, and how they agree on each call before they run it."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from fusedrl.compat.torch import fsdp_meshes, in_forward_of_ddp, is_fully_sharde
 
 logger = logging.getLogger("fusedrl")
 
-SILENCE = timedelta(seconds=20)  # after which a rank says that it waits for others
+SILENCE = timedelta(seconds=20)  # after which a rank logs that it is waiting
 
 
-class Apart(RuntimeError):
-    """Another rank cannot compute its part from hidden states, so that no rank may."""
+class OtherRankFallsBack(RuntimeError):
+    """Another rank falls back to the wrapper's code, so that all ranks have to."""
 
 
 class Ranks(NamedTuple):
-    """The groups of ranks over which a model is spread, by name; none for one process's model.
+    """The process groups that share a model, by name; empty for a model of one process.
 
-    A forward pass that ``gathers`` has collectives within the module, as FSDP's has. DDP's has one
-    of buffers, before the module runs.
+    ``gathers`` tells whether the forward pass of the module has collectives, as with FSDP. DDP only
+    broadcasts buffers, before the module runs.
     """
 
     groups: dict[str, Any]
     gathers: bool = True
 
     def reduced(self, operation: Any, *values: float) -> list[float]:
-        """The largest of each value over the ranks, or the sum. Every rank has to call it."""
+        """Each value reduced over the ranks, all of which have to call it."""
         reduced = torch.tensor(values, dtype=torch.float64, device="cpu")
         for group in self.groups.values():
             reduced = reduced.to(_device_of(group))
@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
 
 
 def _wait(work: Any, device: torch.device) -> None:
-    """Wait for other ranks, and say so after a while where that does not end the wait."""
+    """Wait for other ranks; on the CPU, log a warning if it takes long."""
     if device.type == "cpu":
         try:
             work.wait(SILENCE)
@@ -59,8 +59,8 @@ def _wait(work: Any, device: torch.device) -> None:
         except RuntimeError:
             if not work.is_completed():
                 logger.warning(
-                    "rank %d: it has waited %d s for other ranks to make the same call of a model; "
-                    "for a call of one rank alone, pass the module inside of DDP",
+                    "rank %d: waited %d s for the other ranks to make the same call with a model; "
+                    "for a call on one rank only, pass the module inside DDP",
                     *(distributed.get_rank(), SILENCE.total_seconds()),
                 )
     work.wait()
@@ -75,7 +75,7 @@ def ranks_of(model: Any) -> Ranks:
 
 
 def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
-    """The groups, and whether a forward pass has collectives over them."""
+    """The process groups, and whether a forward pass has collectives over each."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     meshes: dict[int, Any] = {}
     for module in model.modules():
@@ -91,7 +91,7 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
         if is_dtensor(parameter):
             mesh = parameter.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
             meshes[id(mesh)] = mesh
-        elif hasattr(parameter, "ds_id"):  # DeepSpeed's third stage marks what stays torch's
+        elif hasattr(parameter, "ds_id"):  # set by DeepSpeed ZeRO-3
             yield distributed.group.WORLD, True
     for mesh in meshes.values():
         for group in mesh.get_all_groups():
@@ -99,7 +99,7 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[Any, bool]]:
 
 
 def _device_of(group: Any) -> torch.device:
-    """A device whose tensors the group's backend takes."""
+    """A device that the group's backend supports."""
     kinds = [pair.split(":")[0] for pair in str(distributed.get_backend_config(group)).split(",")]
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -107,56 +107,56 @@ def _device_of(group: Any) -> torch.device:
 
 
 class _Call:
-    """A call that ranks make together: each of them gets to its end, or all have an error.
+    """A call that all ranks make: it ends without an error on all of them, or raises on all.
 
-    Every agreement says which one it is, and of which call, so that a rank cannot take another one
-    for its own. Nothing follows an error.
+    Every exchange carries the number of the call and of the exchange, so that ranks detect if they
+    are at different points. After an error there are no further exchanges.
     """
 
     def __init__(self, kind: str, model: nn.Module, groups: dict[str, Any]) -> None:
         self.ranks, self.over = Ranks(groups), False
         self._kind = f"{kind} with{'' if torch.is_grad_enabled() else 'out'} gradients"
-        self._met, self._model = 0, model
-        self._number = _numbers[model] = _numbers.get(model, 0) + 1
+        self._exchanges, self._model = 0, model
+        self._number = _call_counts[model] = _call_counts.get(model, 0) + 1
 
     def meet(self, *values: int, failing: int = 0) -> list[int]:
-        """The largest of four values over the ranks, or the error of a rank that is not here."""
-        self._met += 1
-        this = crc32(f"{self._kind}, {self._number}, {self._met}".encode())
-        with interrupted_later():  # or a rank would not know whether the others have its numbers
+        """The largest of up to four values over the ranks; raises if a rank is at another point."""
+        self._exchanges += 1
+        this = crc32(f"{self._kind}, {self._number}, {self._exchanges}".encode())
+        with interrupted_later():  # an interrupt in between would leave the ranks out of step
             self.over = True
             numbers = failing, self._number, this, -this, *(*values, 0, 0, 0, 0)[:4]
             largest = map(int, self.ranks.reduced(distributed.ReduceOp.MAX, *numbers))
             failing, number, most, least, *found = largest
-            _numbers[self._model] = number  # ranks are in step again, whatever was
+            _call_counts[self._model] = number  # ranks are in step again, also after an error
             self.over = bool(failing) or most != -least
         if failing:
             raise RuntimeError(
-                f"model: expected a call that every rank can make, got an error on rank "
+                f"model: expected the call to succeed on every rank, got an error on rank "
                 f"{failing - 1}; see the error of that rank"
             )
         if self.over:
             raise RuntimeError(
                 f"model: expected the same calls in the same order on every rank, got {self._kind} "
-                f"as call {self._number} of this rank, and another one on another rank; make it on "
-                "all, or pass the module inside of DDP to a call of one rank"
+                f"as call {self._number} on this rank, and another call on another rank; make it "
+                "on all, or pass the module inside DDP for a call on one rank only"
             )
         return found
 
     def fail(self) -> None:
-        """Tell the other ranks that this one has had an error, if they wait for it."""
+        """Report an error of this rank to the other ranks, unless they have left the call."""
         if not self.over:
-            with suppress(RuntimeError):  # this rank's own error is the one to raise
+            with suppress(RuntimeError):  # the caller raises the original error
                 self.meet(failing=distributed.get_rank() + 1)
 
 
-# How many calls of a model its ranks have begun.
-_numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+# The number of calls with each model so far.
+_call_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
 class Step(NamedTuple):
-    """What the ranks of a model tell each other in a call, which is ``None`` for one process."""
+    """The exchanges between the ranks of a model in a call; no-ops for a model of one process."""
 
     call: _Call | None = None
     ranks: Ranks = Ranks({})
@@ -164,23 +164,23 @@ class Step(NamedTuple):
     def largest(self, *values: int, apart: bool = False) -> list[int]:
         """The largest of each of up to three values over the ranks.
 
-        A rank that computes its part ``apart`` from this module is :class:`Apart` for others.
+        If a rank is ``apart``, as it falls back, the others raise :class:`OtherRankFallsBack`.
         """
         if self.call is None:
             return list(values)
         any_apart, *largest = self.call.meet(apart, *values)
         if any_apart and not apart:
-            raise Apart(
-                "model: expected data that every rank scores in one way, got such that another "
-                "rank's wrapper scores by itself; give all ranks the same wrapper"
+            raise OtherRankFallsBack(
+                "model: expected data that all ranks score in the same way, got data for which "
+                "another rank falls back to its wrapper; use the same wrapper on all ranks"
             )
         return largest[: len(values)]
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """A block in which others may be in a collective, so that they cannot be told of an error.
+        """A block with collectives of the model, in which errors cannot be reported to other ranks.
 
-        There are none within a forward pass of DDP.
+        A forward pass of DDP has none.
         """
         try:
             yield
@@ -198,26 +198,26 @@ class Step(NamedTuple):
             return self.ranks.reduced(distributed.ReduceOp.SUM, *values)
 
 
-ALONE = Step()  # of one process's model
+ALONE = Step()  # for a model of one process
 
 
 @contextmanager
 def together(kind: str, *models: Any) -> Iterator[Step]:
-    """A call that the ranks of some models make together: a part of the caller's, or a new one.
+    """A call that all ranks of the models make; nested blocks are part of the outermost call.
 
-    An error of a rank in the block is an error of all, unless others are in a collective of the
-    model's by then. The ranks agree at the end of the outermost block that none has had one, so
-    that whatever may fail belongs into it. The step is that of the first model that they share.
+    An error of one rank in the block is raised on all, unless they are in a collective of the model
+    already. The ranks agree at the end of the outermost block that none has failed, so everything
+    that may fail belongs inside. The step is that of the first model that ranks share.
     """
-    asked = [getattr(model, "adapted", model) for model in models]
-    spread = [(model, ranks) for model in asked if (ranks := ranks_of(model)).groups]
+    adapted = [getattr(model, "adapted", model) for model in models]
+    spread = [(model, ranks) for model in adapted if (ranks := ranks_of(model)).groups]
     if not spread:
         for model in models if torch.is_grad_enabled() else ():
             _warn_of_ddp(model)
         yield ALONE
         return
     first, ranks = spread[0]
-    groups = {name: group for _, theirs in spread for name, group in theirs.groups.items()}
+    groups = {name: group for _, each in spread for name, group in each.groups.items()}
     outer = _running.get()
     if outer is not None and groups.keys() <= outer.ranks.groups.keys():
         yield Step(outer, ranks)
@@ -235,21 +235,21 @@ def together(kind: str, *models: Any) -> Iterator[Step]:
         _running.reset(token)
 
 
-_looked_at: WeakSet[nn.Module] = WeakSet()
+_checked: WeakSet[nn.Module] = WeakSet()
 
 
 def _warn_of_ddp(model: Any) -> None:
-    """Say once of a module inside of DDP that DDP does not see what is computed with it."""
+    """Log once for a module inside DDP that DDP does not see this call."""
     if not (distributed.is_available() and distributed.is_initialized()) or in_forward_of_ddp():
         return
-    if not isinstance(model, nn.Module) or model in _looked_at:
+    if not isinstance(model, nn.Module) or model in _checked:
         return
-    _looked_at.add(model)
-    # Nothing leads from a module to what is around it.
+    _checked.add(model)
+    # A module has no reference to its wrapper.
     wrappers = [x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel)]
     if any(part is model for wrapper in wrappers for part in wrapper.modules()):
         logger.warning(
-            "%s: it is the module of a DistributedDataParallel, which does not see this call, so "
-            "that its gradients are not averaged over the ranks; pass the DistributedDataParallel",
+            "%s: it is the module inside a DistributedDataParallel, which does not see this call, "
+            "so gradients are not averaged over the ranks; pass the DistributedDataParallel",
             type(model).__name__,
         )

@@ -1,8 +1,8 @@
-"""Beginnings that rows of a padded batch share, computed once by the decoder that gets the batch.
+"""Compute common prefixes of rows of a padded batch once, inside the decoder.
 
-A trainer that pads its own batches calls its model as ever. Within a ``with`` block, the decoder
-computes a tree of tokens in the place of the batch, and gives its hidden states in the shape of the
-batch, so that whatever is around the decoder is as it was.
+For trainers that pad their batches and call the model themselves. In a ``with`` block, hooks make
+the decoder compute a tree of tokens instead of the batch, and return the hidden states in the shape
+of the batch, so that everything around the decoder is unchanged.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from fusedrl.models.ranks import ranks_of
 from fusedrl.models.split import Parts, chain_of, fits, modules_of, parts_of
 from fusedrl.models.tree_mask import row_of
 
-# What a decoder may be told beside a batch.
-_BESIDE = {"return_dict", "output_router_logits"}
-# What its configuration may ask for, beside the last states, that has the shape of the batch.
-_MORE = "output_hidden_states", "output_attentions"
+# Arguments of a decoder that do not prevent sharing.
+_ALLOWED = {"return_dict", "output_router_logits"}
+# Settings that request outputs which could not be restored to the shape of the batch.
+_OUTPUTS = "output_hidden_states", "output_attentions"
 
 
 @contextmanager
 def sharing_prefixes(model: Any) -> Iterator[None]:
-    """A block in which a model computes a beginning once that rows of a padded batch share.
+    """A block in which a model computes common prefixes of rows of a padded batch once.
 
-    It does so where ``causal_log_probs`` would, for this thread, and for batches ``[B, T]`` of ids
-    and their attention mask without a cache. What it returns for padding then means nothing. A
-    model that cannot share, such as one that ranks compute together, computes as ever.
+    The conditions are those of ``causal_log_probs``; it affects only this thread, and calls with
+    ids ``[B, T]`` and an attention mask, without a cache. Outputs for padding are undefined. A
+    model that cannot share prefixes, such as one that several ranks share, is not changed.
     """
     for module in chain_of(model):
         if isinstance(module, DistributedDataParallel):
-            model = module.module  # which this rank can try alone
+            model = module.module  # without collectives, for the comparison
     parts = None if ranks_of(model).groups else parts_of(model)
     if parts is None or fits(parts) or not (found := capabilities_of(model)).shares:
         yield
         return
     modes, thread = _modes_of(parts.decoder), get_ident()
-    tree_of_call: list[Tensor] = []  # where the tokens of the batch are in the tree
+    tree_of_call: list[Tensor] = []  # the places in the tree of the batch's tokens
     uncompiled = ExitStack()
 
     def lay_out(decoder: Any, args: Any, kwargs: Any = None) -> Any:
         # Another thread may call the decoder while this hook is registered, without kwargs.
         if get_ident() != thread or torch.compiler.is_compiling() or _modes_of(decoder) != modes:
             return None
-        tree_of_call.clear()  # of a call that has raised
+        tree_of_call.clear()  # left by a call that raised
         tree = None if args else _tree_of(found, parts, kwargs)
         if tree is None:
             return None
         inputs, places = tree
         tree_of_call.append(places)
-        # Functions that are compiled by themselves would be compiled once for each tree.
+        # Compiled functions would be recompiled for each tree.
         uncompiled.enter_context(UNCOMPILED)
         return (), {**kwargs, **inputs}
 
@@ -75,9 +75,8 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
             output.router_logits = tuple(x[flat.to(x.device)] for x in output.router_logits)
         return output
 
-    # Hooks, and no other forward: threads may be in blocks of their own, and a copy of the model
-    # that is made in one has its own weights. The second is first of all, so that other hooks see
-    # states in the shape of the batch.
+    # Hooks instead of a new forward: several threads may be in such blocks, and a model may be
+    # copied in one. The second hook runs first: others see states in the shape of the batch.
     with uncompiled, ExitStack() as hooks:
         for handle in (
             parts.decoder.register_forward_pre_hook(lay_out, with_kwargs=True),
@@ -88,16 +87,16 @@ def sharing_prefixes(model: Any) -> Iterator[None]:
 
 
 def _modes_of(decoder: Any) -> list[bool]:
-    """Which modules of a decoder are in training, where they may drop out."""
+    """The training mode of each module of a decoder, which dropout depends on."""
     return [module.training for module in modules_of(decoder)]
 
 
 def _tree_of(
     found: Capabilities, parts: Parts, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Tensor] | None:
-    """The inputs of a tree in the place of a batch, and where the batch's tokens are in it.
+    """The inputs of a tree instead of a batch, and the places in it of the batch's tokens.
 
-    ``None`` if its rows share nothing.
+    ``None`` if its rows have no common prefix.
     """
     mask = _mask_of(parts.config, kwargs)
     if mask is None or (found.below is not None and mask.shape[1] >= found.below):
@@ -118,16 +117,16 @@ def _tree_of(
 
 
 def _mask_of(config: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens of a batch are real, on the CPU; ``None`` if a call is not of such a batch."""
-    if any(getattr(config, name, False) for name in _MORE) or config.return_dict is False:
+    """The attention mask as bool on the CPU; ``None`` if a call has unsupported arguments."""
+    if any(getattr(config, name, False) for name in _OUTPUTS) or config.return_dict is False:
         return None
     given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
     ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
-    if given.keys() - _BESIDE or kwargs.get("use_cache") is not False or ids is None:
+    if given.keys() - _ALLOWED or kwargs.get("use_cache") is not False or ids is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != ids.shape or len(ids) < 2:
         return None
     mask = mask.cpu() != 0
-    # The positions of a batch count what is masked between a row's tokens, those of a tree do not.
+    # Refuse masked tokens inside a row: they count for positions in a batch, not in a tree.
     begins = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
     return None if bool((begins > 1).any()) else mask

@@ -1,4 +1,4 @@
-"""A causal language model taken apart: the decoder that makes hidden states, and its head."""
+"""Split a causal language model into its decoder, which computes hidden states, and its head."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from fusedrl.compat.transformers import attention_functions, attention_of
 from fusedrl.models.as_forward import as_forward
 from fusedrl.models.other_adapters import OtherAdapters
 
-# Types that are decoder and head alone, in which attention alone mixes tokens, each tested in
-# tests/models with sequences longer than its windows. A comparison is too short to show a window.
+# Types that consist of only decoder and head, in which only attention mixes tokens. tests/models
+# has sequences longer than their windows; the comparison at the first call is too short for them.
 TESTED = frozenset(
     (
         *("cohere", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral"),
         *("olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
     )
 )
-# Whose forwards are known, those of a listed type and those that wrap one, such as autocast.
+# Libraries whose forwards, and wrappers of forwards such as autocast, are trusted.
 MAKERS = frozenset(("transformers", "torch", "accelerate", "peft", "trl"))
-# Beside them those whose layers stand in the place of theirs inside of a decoder.
+# In addition, libraries that replace layers inside a decoder.
 MAKERS_OF_LAYERS = MAKERS | {"liger_kernel", "bitsandbytes", "torchao", "kernels"}
-# Rotary embeddings whose frequencies depend on the longest position of the call.
-_FOLLOWING = ("dynamic", "longrope", "su")
-_TRAINED = ("original_max_position_embeddings", "max_position_embeddings")
+# Rotary embeddings whose frequencies depend on the longest position of a call.
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+_TRAINED_LENGTHS = ("original_max_position_embeddings", "max_position_embeddings")
 ATTENTIONS = frozenset(("eager", "sdpa", "flash_attention_2", "flash_attention_3"))
 
 
 class Parts(NamedTuple):
     """The decoder and the head of ``base``, which ``model`` is or wraps.
 
-    ``decode`` calls the decoder, compiled if the decoder or the model is. If ranks have the model
-    ``shared``, both compute :meth:`within` its forward. The head's weight may be ``gathered`` for
-    the duration of that alone.
+    ``decode`` calls the decoder, compiled if the decoder or the model is. If ranks share the model
+    (``shared``), decoder and head have to run :meth:`within` its forward; if ``gathered``, the
+    head's weight is complete only there.
     """
 
     model: nn.Module
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What our ops take beside hidden states and weight, with where a shard of it begins."""
+        """Arguments of the linear ops except hidden states and weight, also those for a shard."""
         weight: Any = self.head.weight
         bias = None if self.head.bias is None else part_of_rank(self.head.bias)
         found = {"bias": bias, "softcap": self.softcap, "scale": self.scale}
@@ -90,7 +90,7 @@ class Parts(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks have a part of the head each, and put together what they make of it."""
+        """Whether each rank has a shard of the head, and the ops combine their results."""
         return is_dtensor(self.head.weight) and not self.gathered
 
     def hidden(self, **inputs: Any) -> Tensor:
@@ -102,9 +102,9 @@ class Parts(NamedTuple):
         return hidden.to(self.weight.device, self.weight.dtype)
 
     def within(self, function: Callable[[], tuple[Tensor, ...]], ids: Tensor) -> tuple[Tensor, ...]:
-        """What ``function`` returns, within the forward of a model that ranks share, for some ids.
+        """The results of ``function``, run inside the model's forward if ranks share the model.
 
-        There the weights are whole, and FSDP and DDP see what leaves it.
+        There FSDP has gathered the weights, and FSDP and DDP see the results.
         """
         if not self.shared:
             return function()
@@ -113,50 +113,50 @@ class Parts(NamedTuple):
     def at_head(
         self, hidden: Tensor, function: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        """What ``function`` makes of hidden states, where the head's weight is whole."""
+        """``function`` applied to hidden states, while the head's weight is gathered."""
         if not is_fully_sharded(self.head):
             return function(whole_of(hidden))
         return as_forward(self.head, function, lambda: self.head(hidden))
 
 
 def whole_of(values: Any) -> Tensor:
-    """Values as a tensor of this rank, whose gradient is that of all classes."""
+    """The full tensor of a DTensor; other tensors are returned unchanged."""
     return values.full_tensor() if is_dtensor(values) else values
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast on this kind of device; ``None`` where it is off."""
+    """The dtype of autocast for this device type; ``None`` if it is off."""
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device on which a model takes tokens; offloaded weights are on no device."""
+    """The device for a model's inputs: that of its first weight that is not offloaded."""
     devices = (p.device for p in chain_of(model)[-1].parameters() if not p.is_meta)
     return next(devices, torch.device("cpu"))
 
 
 def chain_of(model: Any) -> list[Any]:
-    """A model, what it wraps, and so on to the innermost one that has a decoder and a head."""
+    """A model and all models that it wraps, down to the one that has a decoder and a head."""
     inner = uncompiled(model)
     if isinstance(model, OtherAdapters):
         inner = model.adapted
     elif isinstance(model, DistributedDataParallel):
         inner = model.module
-    # transformers' own adapters are inside of the model
+    # adapters that transformers adds itself do not wrap the model
     elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         inner = model.get_base_model()
     return [model] if inner is model else [model, *chain_of(inner)]
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """How many ids a model embeds; ``None`` if it does not say."""
+    """The number of ids that a model embeds; ``None`` if unknown."""
     return _size_of(model, "get_input_embeddings", "num_embeddings")
 
 
 def classes_of(model: Any) -> int | None:
-    """How many logits a token has; ``None`` if the model does not say."""
+    """The number of logits per token; ``None`` if unknown."""
     return _size_of(model, "get_output_embeddings", "out_features")
 
 
@@ -174,21 +174,21 @@ def text_config(model: Any) -> Any:
 
 
 def shared_below(config: Any) -> int | None:
-    """Sequences that are shorter than this get the same results whatever else is in the call.
+    """The length below which results of a sequence do not depend on other sequences in the call.
 
-    ``None`` if no rotary embedding of the configuration says that it depends on the length of the
-    call; 0 if it does not say from which length on.
+    ``None`` if no rotary embedding of the configuration depends on the length of the call; 0 if
+    the configuration has no threshold for it.
     """
     settings = [*_settings(config)]
     types = [str(x.get("rope_type", x.get("type"))) for x in settings]
-    if not any(name in each for each in types for name in _FOLLOWING):
+    if not any(name in each for each in types for name in _LENGTH_DEPENDENT):
         return None
-    told = [x.get(name) for x in settings for name in _TRAINED]
-    return min((length for length in told if isinstance(length, int)), default=0)
+    lengths = [x.get(name) for x in settings for name in _TRAINED_LENGTHS]
+    return min((length for length in lengths if isinstance(length, int)), default=0)
 
 
 def _settings(config: Any) -> Iterator[dict[str, Any]]:
-    """A configuration, those nested in it, and each dict in them."""
+    """A configuration as a dict, and all configurations and dicts nested in it."""
     value = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     yield value
     for x in value.values():
@@ -197,10 +197,10 @@ def _settings(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def parts_of(model: Any) -> Parts | None:
-    """The parts that a model names, to use if it :func:`fits`; ``None`` if it names none."""
+    """The parts of a model, valid only if it :func:`fits`; ``None`` if its class names none."""
     chain = chain_of(model)
     base = chain[-1]
-    # Asked of the class, because FSDP passes attributes on but would not see this forward.
+    # Of the class: FSDP forwards attributes, but a direct call would bypass it.
     named = all(hasattr(type(base), name) for name in ("get_decoder", "get_output_embeddings"))
     decoder, config = base.get_decoder() if named else None, text_config(base)
     if decoder is None or decoder is base or config is None:
@@ -223,18 +223,18 @@ def parts_of(model: Any) -> Parts | None:
 
 
 def fits(parts: Parts | None) -> str | None:
-    """Why a model has to be asked for its own logits; ``None`` if it may be taken apart.
+    """The reason why a model cannot be split, so that its logits are needed; ``None`` if it can.
 
-    It may be a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft's or torch's
-    around one, of which calls of the decoder and of the head leave nothing out.
+    It has to be a transformers causal LM of a :data:`TESTED` type, or a wrapper of peft or torch
+    around one, that does nothing but call its decoder and head.
     """
     if parts is None:
-        return "it is no transformers model with a decoder and output embeddings"
+        return "it is not a transformers model with a decoder and output embeddings"
     kind, attention = parts.config.model_type, attention_of(parts.config)
     if kind not in TESTED or attention not in ATTENTIONS:
-        return f"its type {kind} with the attention {attention} is not one of the tested"
+        return f"its type {kind} with {attention} attention is not tested"
     if not all(map(_is_known, attention_functions(parts.config))):
-        return f"the attention {attention} is not transformers' own"
+        return f"its {attention} attention is not the one of transformers"
     head: Any = parts.head
     kind = class_of(head)
     if kind is not nn.Linear:
@@ -242,29 +242,29 @@ def fits(parts: Parts | None) -> str | None:
     chain = chain_of(parts.model)
     for module in (*chain, parts.decoder, head):
         if not _is_known(module.forward):
-            return f"the forward of its {type(module).__name__} is not its library's"
+            return f"the forward of its {type(module).__name__} is not defined by its library"
     weight = head.weight
     known = parts.gathered or nn.Parameter is type(weight)
-    if is_dtensor(weight) and not known:  # in one dimension, ranks have a part of the classes each
+    if is_dtensor(weight) and not known:  # may be sharded over the classes
         known = weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0)
     if not known or weight.is_meta or not weight.numel():
         return "the weight of its head is sharded or offloaded"
     if any(has_hooks(module) or has_hook(module) for module in {*chain, head}):
-        return "it has hooks, which would not see the forward"
-    # Those of a bias, a temperature, or prompts that are learned.
+        return "it has hooks, which would not run"
+    # For example a bias, a temperature or a learned prompt.
     around = modules_of(chain[0], without=(parts.decoder, head))
     if any(parameters_of(module) or buffers_of(module) for module in around):
-        return "it has parameters or buffers beside its decoder and head"
+        return "it has parameters or buffers outside its decoder and head"
     adapters = [x for each in chain for x in getattr(each, "peft_config", {}).values()]
     if any(getattr(x, "alora_invocation_tokens", None) for x in adapters):
-        return "it has adapters that some tokens activate"
+        return "it has adapters that certain tokens activate"
     return None
 
 
 def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
-    """The decoder, compiled as itself or else as one of the models around it; or as it is."""
+    """The decoder, compiled if it or one of the models around it is compiled."""
     for child in models[-1].children():
-        # transformers looks through torch.compile
+        # get_decoder() of transformers returns the uncompiled module
         if child is not decoder and uncompiled(child) is decoder:
             return child
     for model in models:
@@ -275,15 +275,15 @@ def _compiled_as(decoder: nn.Module, *models: nn.Module) -> Callable[..., Any]:
 
 
 def compiler_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What compiles other modules as this one is compiled; ``None`` if it is not."""
+    """A function that compiles a module with the settings of this one; ``None`` if uncompiled."""
     call = getattr(module, COMPILED_CALL)
-    if inspect.isfunction(call):  # Module.compile() keeps its settings in the call alone
+    if inspect.isfunction(call):  # Module.compile() stores its settings only in the closure
         return inspect.getclosurevars(call).nonlocals.get("self")
     return getattr(module, "dynamo_ctx", None)
 
 
 def _is_known(forward: Any, makers: frozenset[str] = MAKERS) -> bool:
-    """Whether a forward and all that wraps it are defined by ``makers``, not in a subclass."""
+    """Whether a forward and all its wrappers are defined by the libraries ``makers``."""
     while forward is not None:
         forward = getattr(forward, "__func__", forward)
         home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
@@ -294,7 +294,7 @@ def _is_known(forward: Any, makers: frozenset[str] = MAKERS) -> bool:
 
 
 def foreign_in(decoder: nn.Module) -> str | None:
-    """What no known maker has defined in a decoder: the forward or a hook of a module."""
+    """A forward or a hook in a decoder that no known library defines; ``None`` without one."""
     for module in modules_of(decoder):
         hooks = [hook for kind in hooks_of(module) for hook in kind.values()]
         for what, functions in (("the forward", [module.forward]), ("a hook", hooks)):
@@ -304,9 +304,9 @@ def foreign_in(decoder: nn.Module) -> str | None:
 
 
 def modules_of(model: nn.Module, without: Sequence[Any] = ()) -> list[nn.Module]:
-    """A model and all modules in it, each once, several times as fast as ``model.modules()``.
+    """A model and all its modules except those in ``without`` and their submodules.
 
-    It leaves out the modules ``without``, and those in them.
+    Several times as fast as ``model.modules()``.
     """
     found = {model: None}
     pending = [model]

@@ -1,4 +1,4 @@
-"""The attention of sequences that share their beginnings, as a mask that knows how to attend."""
+"""Attention for sequences that share prefixes, as a mask that computes attention itself."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from fusedrl.compat.transformers import attention_of
 from fusedrl.models.prefix_tree import BLOCK, Part, laid_out
 from fusedrl.models.split import Parts
 
-# Tokens in a row whose sequences share beginnings, if the caller sets no bound, for the attentions
-# that take a mask. The more sequences in a row, the more they share; eager attention stores its
-# square.
+# Default limit of tokens in a row whose sequences share prefixes, for the attentions that support a
+# mask. Longer rows share more; eager attention stores the square of the length.
 SHARING = {"sdpa": 4096, "eager": 1024}
 
-# Types of decoders that have the window of their configuration in every layer, and those that have
-# it in some and take a mask for each kind of layer. Others ignore what their configuration says.
+# Model types with a sliding window in every layer, and those with one in some layers, which accept
+# one mask per kind of layer. Other types ignore the window of their configuration.
 _WINDOWED = frozenset(("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2"))
 _MIXED = frozenset(("gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "smollm3"))
-# At most as many keys as so many rows have are gathered for one call. Otherwise a layer would hold
-# the keys of every sequence in full.
+# Limit of the keys gathered for one call of attention, in rows. Without it a layer would copy the
+# complete keys of every sequence at once.
 MOST_GATHERED = 4
-# What is asked of a mask without making it.
-_ASKED = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
-_ASKED |= {Tensor.dim, Tensor.size, Tensor.__len__}
+# Attributes and methods that do not need the dense mask.
+_METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
+_METADATA |= {Tensor.dim, Tensor.size, Tensor.__len__}
 
 
 class Tree:
-    """Attention in a row of tokens, each of which attends to the tokens of its own sequence.
+    """Attention in a row of tokens, each of which attends to the tokens of its sequence.
 
-    With a ``window``, it attends to so many keys at most, the last ones.
+    With a ``window``, it attends to at most this many of the last keys.
     """
 
     def __init__(
@@ -46,10 +45,10 @@ class Tree:
         self._masks: dict[tuple[int, int], Tensor] = {}
         # Places of the queries and keys of each call of attention.
         self._calls: list[tuple[Tensor | slice, Tensor | slice]] = []
-        # Where the calls' results have each token of the row.
+        # The index of each token in the concatenated results of the calls.
         order = torch.zeros(self.length, dtype=torch.int64, device="cpu")
         first = 0
-        for group in _alike(self.parts, MOST_GATHERED * self.length):
+        for group in _grouped(self.parts, MOST_GATHERED * self.length):
             queries = [part.own for part in group]
             paths = [part.path for part in group]
             self._calls.append((_places(queries, device), _places(paths, device)))
@@ -60,7 +59,7 @@ class Tree:
         self._order = None if dense else order.to(device)
 
     def dense(self, device: torch.device) -> Tensor:
-        """Which tokens (the columns) each token (the row) attends to, bool ``[T, T]``."""
+        """The dense mask, bool ``[T, T]``: which columns each row attends to."""
         mask = torch.zeros(self.length, self.length, dtype=torch.bool, device=device)
         for part in self.parts:
             chosen = self._chosen(len(part.own), len(part.path), device)
@@ -68,7 +67,7 @@ class Tree:
         return mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Attention ``[B, H, T, D]`` without the keys of other sequences, with torch's options."""
+        """Attention ``[B, H, T, D]`` that reads only a sequence's keys; ``options`` are torch's."""
         attended = []
         for queries, keys in self._calls:
             q, k, v = _rows(query, queries), _rows(key, keys), _rows(value, keys)
@@ -82,7 +81,7 @@ class Tree:
         return row if self._order is None else row.index_select(2, self._order)
 
     def _chosen(self, own: int, length: int, device: torch.device) -> Tensor:
-        """Which of ``length`` tokens the last ``own`` of them attend to."""
+        """The mask ``[own, length]`` of the last ``own`` of ``length`` tokens."""
         mask = self._masks.get((own, length))
         if mask is None or mask.device != device:
             mask = torch.ones(own, length, dtype=torch.bool, device=device).tril(length - own)
@@ -92,7 +91,7 @@ class Tree:
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """The parts that have tokens of their own, those in one that only continue each other."""
+    """The parts that have unshared tokens; a part that extends the one before replaces it."""
     joined: list[Part] = []
     for part in parts:
         if not len(part.own):
@@ -103,10 +102,10 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     return joined
 
 
-def _alike(parts: Sequence[Part], room: int) -> list[list[Part]]:
-    """Parts that share a call: those with as many shared and about as many own tokens.
+def _grouped(parts: Sequence[Part], room: int) -> list[list[Part]]:
+    """Groups of parts for one call each, with equally many shared and similarly many own tokens.
 
-    The longest is first. A call takes no more than ``room`` keys, unless it is of one part.
+    The longest is first. A call with several parts has at most ``room`` keys.
     """
     groups: list[list[Part]] = []
     for part in sorted(parts, key=lambda part: (part.shared, -len(part.path))):
@@ -123,7 +122,7 @@ def _alike(parts: Sequence[Part], room: int) -> list[list[Part]]:
 
 
 def _places(paths: Sequence[Tensor], device: str | torch.device) -> Tensor | slice:
-    """Paths ``[n, t]``, filled up with their last places; a slice for one without gaps."""
+    """Paths as ``[n, t]``, padded with their last places; a slice for a single contiguous one."""
     first, size = int(paths[0][0]), len(paths[0])
     if len(paths) == 1 and int(paths[0][-1]) - first == size - 1:
         return slice(first, first + size)
@@ -142,8 +141,8 @@ def _rows(states: Tensor, places: Tensor | slice) -> Tensor:
 class TreeMask(Tensor):
     """A mask ``[1, 1, T, T]`` with which ``scaled_dot_product_attention`` follows a :class:`Tree`.
 
-    Any other function gets the bool tensor that it stands for, which is made then. As the mask
-    knows the tree, a layer that is checkpointed runs in the same way once more.
+    Any other function gets the dense bool mask, which is computed then. The mask holds the tree, so
+    that the recomputation of a checkpointed layer uses the same one.
     """
 
     tree: Tree
@@ -152,29 +151,29 @@ class TreeMask(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Attention by the tree, or what ``func`` makes of the bool tensor."""
+        """Attention by the tree, or ``func`` with the dense bool mask."""
         kwargs = dict(kwargs or {})
         if func is scaled_dot_product_attention and len(args) == 3:
             mask, _ = kwargs.pop("attn_mask"), kwargs.pop("is_causal", False)
             return mask.tree.attend(*args, **kwargs)
-        if func in _ASKED:
+        if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
 
-        def made(value: Any) -> Any:
+        def dense(value: Any) -> Any:
             is_mask = isinstance(value, TreeMask)
             return value.tree.dense(value.device)[None, None] if is_mask else value
 
-        args, kwargs = map_leaves(made, (args, kwargs))
+        args, kwargs = map_leaves(dense, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def row_of(
     rows: Sequence[Tensor], shared: Sequence[int], model: Parts, follows: bool = False
 ) -> tuple[list[Part], dict[str, Any]]:
-    """Where sequences are in one row, and the row as inputs of a model's decoder.
+    """The places of sequences in one row, and the row as inputs of a model's decoder.
 
-    Each of them shares so many tokens with the one before it. Positions that start again keep them
-    apart, or a mask, which the attention ``follows``, where any share tokens.
+    ``shared`` has the number of tokens that each shares with the one before it. Sequences are
+    separated by restarting positions, or by a mask if any share tokens or attention ``follows``.
     """
     device = model.embeddings.device
     parts = laid_out([len(row) for row in rows], shared)
@@ -188,14 +187,14 @@ def row_of(
 
 
 def _mask_of(parts: Sequence[Part], model: Parts) -> Any:
-    """What a decoder takes as ``attention_mask``, for each kind of its layers if there are two."""
+    """The ``attention_mask`` of a decoder; a dict by kind of layer if there are two."""
     config, like = model.config, model.embeddings
     mixed = config.model_type in _MIXED
     window = config.sliding_window if mixed or config.model_type in _WINDOWED else None
     if window is not None and window >= max(len(part.path) for part in parts):
         window = None
 
-    def made(window: int | None) -> Tensor:
+    def mask_of(window: int | None) -> Tensor:
         tree = Tree(parts, window, like.device)
         if attention_of(config) == "sdpa":
             nothing = torch.zeros((), dtype=torch.bool, device=like.device)
@@ -203,11 +202,14 @@ def _mask_of(parts: Sequence[Part], model: Parts) -> Any:
             mask.tree = tree
             return mask
         allowed = tree.dense(like.device)[None, None]
-        # From the dtype's own zeros, because the default dtype may not have its lowest value.
+        # Filled in this dtype, because its lowest value may not exist in the default dtype.
         nothing = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
         return nothing.masked_fill_(~allowed, torch.finfo(like.dtype).min)
 
     if not mixed:
-        return made(window)
-    full = made(None)
-    return {"full_attention": full, "sliding_attention": full if window is None else made(window)}
+        return mask_of(window)
+    full = mask_of(None)
+    return {
+        "full_attention": full,
+        "sliding_attention": full if window is None else mask_of(window),
+    }

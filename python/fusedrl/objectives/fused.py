@@ -1,4 +1,4 @@
-"""The log-probs of our losses, and torchrl's own code where they cannot be had from states."""
+"""Log-probs from hidden states for torchrl's losses, with torchrl's implementation as fallback."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from fusedrl.compat.torch import children_of, replace_children
 from fusedrl.logs import warn_once
 from fusedrl.models import causal_log_probs
-from fusedrl.models.ranks import Apart, Step, together
+from fusedrl.models.ranks import OtherRankFallsBack, Step, together
 from fusedrl.ops.token_log_probs import TokenLogProbs
 from fusedrl.transforms.wrapper_tokens import can_read
 
-not_compiled: Any = torch.compiler.disable  # its types hide methods
+not_compiled: Any = torch.compiler.disable  # Any, as its type hides methods
 
 
 class CannotFuse(Exception):
-    """Only torchrl's own code computes the log-probs; the message says why."""
+    """The log-probs need torchrl's implementation; the message is the reason."""
 
 
 def fits(actor: Any, td: TensorDictBase) -> str | None:
-    """Why only torchrl's own code reads a batch for an actor; ``None`` if ours reads it too."""
+    """The reason why a batch needs torchrl's implementation; ``None`` if it does not."""
     if not can_read(actor):
         return f"its actor is a {type(actor).__name__}, not a TransformersWrapper without batching"
     if td.batch_dims != 1:
@@ -35,17 +35,17 @@ def fits(actor: Any, td: TensorDictBase) -> str | None:
 
 
 def with_child(module: Any, name: str, child: nn.Module) -> Any:
-    """A shallow copy of a module with another child."""
-    twin = copy(module)
-    replace_children(twin, {**children_of(module), name: child})
-    return twin
+    """A shallow copy of a module in which one child is replaced."""
+    copied = copy(module)
+    replace_children(copied, {**children_of(module), name: child})
+    return copied
 
 
 class FusedLoss:
-    """A base before a loss of torchrl's, whose formulas get log-probs from hidden states."""
+    """A mixin for a torchrl loss, whose formulas then get log-probs from hidden states."""
 
     actor_network: Any
-    # Of a loss that was pickled as torchrl's class.
+    # Defaults for a loss that was pickled as torchrl's class.
     max_tokens_per_forward: int | None = None
     share_prefixes: bool = True
 
@@ -60,8 +60,8 @@ class FusedLoss:
         self.max_tokens_per_forward = max_tokens_per_forward
         self.share_prefixes = share_prefixes
 
-    def _together(self) -> AbstractContextManager[Step]:
-        """A block whose errors are those of all ranks that share the policy."""
+    def _collective_call(self) -> AbstractContextManager[Step]:
+        """A block in which an error on one rank is raised on all that share the policy."""
         return together(type(self).__name__, getattr(self.actor_network, "model", None))
 
     def _scored(
@@ -81,21 +81,21 @@ class FusedLoss:
 
     def _fused(
         self,
-        ours: Callable[[TensorDictBase], Any],
-        theirs: Callable[[TensorDictBase], Any],
+        fused: Callable[[TensorDictBase], Any],
+        fallback: Callable[[TensorDictBase], Any],
         td: TensorDictBase,
     ) -> Any:
-        """What ``ours`` makes of data, or ``theirs``, on all ranks, if that of one cannot."""
-        with self._together() as step:
+        """The result of ``fused``, or of ``fallback`` on all ranks if ``fused`` fails on one."""
+        with self._collective_call() as step:
             try:
                 if (why := fits(self.actor_network, td)) is not None:
                     raise CannotFuse(why)
-                return ours(td)
+                return fused(td)
             except CannotFuse as error:
                 why = str(error)
                 step.largest(apart=True)
-            except Apart:
-                why = "torchrl computes that of another rank"
-            warn_once(f"{type(self).__name__}: {why}; torchrl computes it from all logits")
+            except OtherRankFallsBack:
+                why = "another rank falls back to torchrl"
+            warn_once(f"{type(self).__name__}: {why}; using torchrl's implementation (full logits)")
             with step.collective():
-                return theirs(td)
+                return fallback(td)

@@ -1,4 +1,4 @@
-"""GRPO and its variants: torchrl's formulas above log-probs from hidden states."""
+"""GRPO and its variants: torchrl's formulas on log-probs from hidden states."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _KNOWN = {"max_tokens_per_forward", "share_prefixes"} | {
 }
 
 
-# The loss whose forward runs in this context: what else a subclass does with the distribution of
-# all logits is torchrl's.
+# The loss whose forward is running. Outside of it, a subclass that asks for the distribution gets
+# torchrl's, of full logits.
 _computing: ContextVar[Any] = ContextVar("_computing", default=None)
 
 
 class TokenDistribution(Distribution):
-    """What torchrl's losses ask of a distribution: which tokens count, and their entropies."""
+    """The parts of a distribution that torchrl's losses use: the mask and the entropies."""
 
     def __init__(self, mask: Tensor, entropies: Tensor | None) -> None:
         super().__init__(mask.shape, validate_args=False)
         self.mask, self._entropies = mask, entropies
 
     def entropy(self) -> Any:
-        """Entropies ``[B, T]``, 0 for tokens that do not count."""
+        """Entropies ``[B, T]``, 0 for tokens that are not counted."""
         return self._entropies
 
     def sample_and_log_prob(self, sample_shape: Any = ()) -> tuple[None, Any]:
-        """What torchrl estimates entropies from if one is not finite: it gets what they are."""
+        """Called by torchrl to estimate entropies that are not finite; gives the exact ones."""
         return None, -self.entropy().expand(*sample_shape, *self.mask.shape)
 
 
@@ -53,28 +53,28 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
     """The clipped loss of GRPO over the tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.GRPOLoss`: keys, outputs and metrics are torchrl's,
-    and torchrl's own formulas compute the values. The log-probs and entropies that they need come
-    from :func:`fusedrl.models.causal_log_probs`: from hidden states, in float32, for the tokens
+    and torchrl's formulas compute the values. Log-probs and entropies come from
+    :func:`fusedrl.models.causal_log_probs`: from hidden states, in float32, only for the tokens
     that the masking strategy counts.
 
-    The following runs as in torchrl's class, and is logged once: an actor that is not a
-    ``TransformersWrapper``, a subclass that reads the distribution of all logits, and tokens that
+    The loss falls back to torchrl's implementation, and logs this once, for an actor that is not a
+    ``TransformersWrapper``, a subclass that reads the distribution of full logits, and tokens that
     the actor does not read.
 
-    As in torchrl, add up ``loss_objective``, ``loss_entropy`` and the other fields that begin with
-    ``loss_``, and call ``backward()`` on the sum.
+    As in torchrl, call ``backward()`` on the sum of ``loss_objective``, ``loss_entropy`` and all
+    other fields that begin with ``loss_``.
 
     Args:
-        actor_network: the policy, as in torchrl's class, and so are the arguments that are not
-            named here. Those that are may also be set on an instance.
+        actor_network: the policy. This and all arguments that are not listed are as in torchrl's
+            class; the others may also be set on an instance.
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
             :func:`fusedrl.models.causal_log_probs`.
-        share_prefixes: whether answers to one prompt have it computed once, see there.
+        share_prefixes: whether a prompt with several completions is computed once, see there.
         average_tokens_across_devices: for a model that several ranks share (DDP, FSDP), take each
-            mean over the tokens (or samples) of all ranks, as one process with all the data would.
-            Ranks whose gradients are averaged then count by their tokens: the loss of a rank is
-            multiplied by its part of all tokens and by the number of ranks. ``False``, as in
-            torchrl's class, takes the mean over each rank's own.
+            mean over the tokens (or samples) of all ranks, as one process with all the data would:
+            the loss of a rank is multiplied by its share of the tokens and the number of ranks, as
+            gradients are averaged over ranks. ``False``, as in torchrl's class, takes the mean over
+            the tokens of each rank.
 
     Raises:
         TypeError: an unknown argument, which torchrl's class ignores.
@@ -121,12 +121,12 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
         super().__init__(actor_network, **others)
         self.average_tokens_across_devices = average_tokens_across_devices
 
-    @not_compiled  # compiling around the kernels gains nothing; the model itself may be compiled
+    @not_compiled  # compiling around the kernels is no faster; the model may be compiled
     def forward(self, tensordict: TensorDictBase) -> Any:
         """The losses and metrics of a batch, in the form of torchrl's class."""
         token = _computing.set(self)
         try:
-            with self._together():
+            with self._collective_call():
                 return super().forward(tensordict)
         finally:
             _computing.reset(token)
@@ -137,22 +137,22 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
         return self._fused(self._from_states, super()._get_cur_log_prob, tensordict)
 
     def _from_states(self, td: TensorDictBase) -> tuple[Tensor, TokenDistribution, bool]:
-        """What ``_get_cur_log_prob`` returns: log-probs ``[B, T]`` and their distribution."""
+        """The result of ``_get_cur_log_prob``: log-probs ``[B, T]`` and their distribution."""
         kind, names = type(self), vars(self)
-        own = [
+        overridden = [
             n
             for n in READERS_OF_LOGITS
             if n in names or getattr(kind, n) is not getattr(GRPOLoss, n)
         ]
-        if own:
-            raise CannotFuse(f"it has {', '.join(own)} of its own")
+        if overridden:
+            raise CannotFuse(f"it overrides {', '.join(overridden)}")
         batch = read(self.actor_network, self.masking_strategy, self.tensor_keys.action, td)
-        # Nothing predicts a first token: torchrl gives it logits of 0.
+        # No token predicts the first one; torchrl scores it with logits of 0.
         uniform = batch.counted & (batch.attended.cumsum(1) == 1)
         log_of_classes = 0.0
         if bool(uniform.any()):
             if (classes := classes_of(self.actor_network.model)) is None:
-                raise CannotFuse("it counts first tokens, and its model tells no number of classes")
+                raise CannotFuse("it counts first tokens, and the vocabulary size is unknown")
             log_of_classes = math.log(classes)
         tokens, counted = batch.packed(batch.ids), batch.packed(batch.counted)
         columns = self._scored(tokens, batch.lengths, counted, entropy=self.entropy_bonus)
@@ -174,29 +174,29 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
                 "aggregation or reduction 'none'; set it to False"
             )
         if self.aggregation == "prompt_mean":
-            return mean * self._part(len(mask))
+            return mean * self._rank_weight(len(mask))
         ones = torch.ones_like(value)
         counted = self._reduce_loss(
             ones, tensordict, mask=expand_as_right(mask, value), reduction="sum"
         )
-        return mean * self._part(int(counted))
+        return mean * self._rank_weight(int(counted))
 
     def _kl_to_ref(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> Any:
         loss, kl = super()._kl_to_ref(tensordict, *args, **kwargs)
         if self.average_tokens_across_devices:
-            loss = loss * self._part(*kwargs["mask"].shape)  # its mean has places of padding too
+            loss = loss * self._rank_weight(*kwargs["mask"].shape)  # a mean that includes padding
         return loss, kl
 
-    def _part(self, count: int, width: int = 1) -> float:
-        """What a mean over ``count`` rows of a width counts where torch averages over the ranks."""
-        with self._together() as step:
+    def _rank_weight(self, count: int, width: int = 1) -> float:
+        """The factor of this rank's mean over ``count * width`` values in the mean over ranks."""
+        with self._collective_call() as step:
             ranks, total = step.total(1, count)
             total *= step.largest(width)[0]  # one process would pad all rows to the longest
         return count * width * ranks / max(total, 1)
 
 
 class CISPOLoss(GRPOLoss, _CISPOLoss):
-    """The loss of CISPO, which clips the ratio alone; see :class:`fusedrl.GRPOLoss`.
+    """The loss of CISPO, which clips only the ratio; see :class:`fusedrl.GRPOLoss`.
 
     A drop-in for :class:`torchrl.objectives.llm.CISPOLoss`.
 
@@ -208,7 +208,7 @@ class CISPOLoss(GRPOLoss, _CISPOLoss):
 
 
 class DAPO(GRPOLoss, _DAPO):
-    """The loss of DAPO, with different bounds up and down; see :class:`fusedrl.GRPOLoss`.
+    """The loss of DAPO, with separate lower and upper bounds; see :class:`fusedrl.GRPOLoss`.
 
     A drop-in for :class:`torchrl.objectives.llm.DAPO`.
 

@@ -1,4 +1,4 @@
-"""The figures of a loss in the form that loggers take."""
+"""The metrics of a loss as a dictionary for loggers."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 def loss_metrics(result: Any, prefix: str = "loss/") -> dict[str, float]:
-    """Every figure of a loss as one flat dictionary, for a logger.
+    """Every scalar of a loss as one flat dictionary, for a logger.
 
-    torchrl's loggers take it as ``logger.log_metrics(metrics, step=step)``, and TRL's trainers as
-    ``trainer.log(metrics)``. On a GPU the call waits for the device, once.
+    Pass it to ``logger.log_metrics(metrics, step=step)`` of torchrl, or to ``trainer.log(metrics)``
+    of TRL. On a GPU the call synchronises once.
 
     Args:
-        result: a :class:`fusedrl.PolicyLoss`, or what :class:`fusedrl.GRPOLoss` and torchrl's own
-            losses return.
-        prefix: what every name begins with.
+        result: a :class:`fusedrl.PolicyLoss`, or the result of :class:`fusedrl.GRPOLoss` or another
+            torchrl loss.
+        prefix: prefix of every name.
 
     Returns:
         The values of the tensors with one element, such as ``loss/objective`` and
-        ``loss/ratio/mean``. What has a value for each token is left out, and so is ``None``.
+        ``loss/ratio/mean``. Values per token and ``None`` are left out.
 
     Raises:
-        TypeError: ``result`` has no named figures.
+        TypeError: ``result`` is not the result of a loss.
 
     Example:
         >>> import torch
@@ -35,14 +35,14 @@ def loss_metrics(result: Any, prefix: str = "loss/") -> dict[str, float]:
         >>> metrics["loss/objective"], metrics["loss/ratio/mean"]
         (-1.0, 1.0)
     """
-    figures = _figures(result, prefix)
-    if not figures:
+    scalars = _scalars(result, prefix)
+    if not scalars:
         return {}
-    values = torch.stack([x.detach().reshape(()).to(torch.float64) for x in figures.values()])
-    return dict(zip(figures, values.tolist(), strict=True))
+    values = torch.stack([x.detach().reshape(()).to(torch.float64) for x in scalars.values()])
+    return dict(zip(scalars, values.tolist(), strict=True))
 
 
-def _figures(result: Any, prefix: str) -> dict[str, Tensor]:
+def _scalars(result: Any, prefix: str) -> dict[str, Tensor]:
     if is_tensorclass(result):
         result = result.to_tensordict(retain_none=False)
     if isinstance(result, TensorDictBase):
@@ -51,8 +51,8 @@ def _figures(result: Any, prefix: str) -> dict[str, Tensor]:
         named = result._asdict()
     else:
         raise TypeError(
-            f"result: expected the result of a loss, got {type(result).__name__}; pass what "
-            "linear_policy_loss or GRPOLoss returned"
+            f"result: expected the result of a loss, got {type(result).__name__}; pass the "
+            "result of linear_policy_loss or GRPOLoss"
         )
     found: dict[str, Tensor] = {}
     for name, value in named.items():
@@ -60,5 +60,5 @@ def _figures(result: Any, prefix: str) -> dict[str, Tensor]:
             if value.numel() == 1:
                 found[f"{prefix}{name.removeprefix('loss_')}"] = value
         elif value is not None:
-            found |= _figures(value, f"{prefix}{name}/")
+            found |= _scalars(value, f"{prefix}{name}/")
     return found

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and distillation: log-probs of kept tokens, without all logits."""
+"""Losses for supervised fine-tuning and distillation, without materialising all logits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fusedrl.transforms.wrapper_tokens import TokenBatch, marks, masks_over, rea
 _ASSISTANT, _ATTENTION = ("masks", "all_assistant_mask"), ("masks", "all_attention_mask")
 
 
-class _OfHistory(FusedLoss):
-    """A loss over the tokens of a history, of which only an actor's log-probs are read."""
+class _HistoryLoss(FusedLoss):
+    """A loss over the tokens of a history, whose formulas read only the actor's log-probs."""
 
     tokenizer: Any
     tokenizer_kwargs: Any
@@ -34,11 +34,11 @@ class _OfHistory(FusedLoss):
     def _computed(
         self, formulas: Callable[..., Any], td: TensorDictBase, assistant_only: bool
     ) -> Any:
-        """What torchrl's formulas make of a loss whose actor computes no more than they count."""
+        """The result of torchrl's formulas, with an actor that scores only the counted tokens."""
         actor = self.actor_network
 
         def log_probs(_: TensorDictBase) -> TensorDictBase:
-            with torch.device("cpu"):  # torchrl's formulas call an actor in a block of its device
+            with torch.device("cpu"):  # torchrl sets the actor's device as the default
                 batch = self._read(td, assistant_only)
             values = self._scored(batch.tokens, batch.lengths, batch.mask).log_probs
             rows = list(batch.padded(values, "left")) if actor.pad_output else batch.rows(values)
@@ -46,13 +46,13 @@ class _OfHistory(FusedLoss):
             return td.empty().to_lazystack(0).set(self.tensor_keys.log_probs, column)
 
         stand_in: Any = nn.Module()
-        stand_in.actor = actor  # on whose device torchrl's formulas compute
+        stand_in.actor = actor  # torchrl computes on the device of its parameters
         stand_in.forward = partial(self._fused, log_probs, actor)
-        with self._together():
+        with self._collective_call():
             return formulas(with_child(self, "actor_network", stand_in), td)
 
     def _read(self, td: TensorDictBase, assistant_only: bool) -> TokenBatch:
-        """The tokens that the actor reads, and which of them the loss counts."""
+        """The tokens that the actor reads, and the mask of those that the loss counts."""
         actor = self.actor_network
         if actor.input_mode != "history":
             raise CannotFuse(f"its actor reads {actor.input_mode}, not a history")
@@ -71,24 +71,24 @@ class _OfHistory(FusedLoss):
                 pairs = zip(masks, column_rows(attended), strict=True)
                 masks = [mask & shown.bool() for mask, shown in pairs]
         if [mask.shape for mask in masks] != [row.shape for row in rows]:
-            raise CannotFuse("its masks are not over the tokens that the actor reads")
+            raise CannotFuse("its masks do not have the shape of the tokens that the actor reads")
         return TokenBatch(batch.reading, batch.tokens, batch.lengths, torch.cat(masks).cpu())
 
 
-class SFTLoss(_OfHistory, _SFTLoss):
+class SFTLoss(_HistoryLoss, _SFTLoss):
     """The loss of supervised fine-tuning over the assistant's tokens of a conversation.
 
     A drop-in for :class:`torchrl.objectives.llm.SFTLoss`: keys and outputs are torchrl's, and
-    torchrl's own formulas compute the values. The log-probs that they need are computed from hidden
-    states, in float32, for the tokens that count. An actor that does not read a history, or is no
-    ``TransformersWrapper``, runs as in torchrl's class, and that is logged once.
+    torchrl's formulas compute the values. Log-probs are computed from hidden states, in float32,
+    only for the counted tokens. For an actor that does not read a history, or is not a
+    ``TransformersWrapper``, the loss falls back to torchrl's implementation, and logs this once.
 
     Args:
-        actor_network: the policy, as in torchrl's class, and so are the arguments that are not
-            named here. Those that are may also be set on an instance.
+        actor_network: the policy. This and all arguments that are not listed are as in torchrl's
+            class; the others may also be set on an instance.
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
             :func:`fusedrl.models.causal_log_probs`.
-        share_prefixes: whether what conversations begin with in common is computed once, see there.
+        share_prefixes: whether common prefixes of conversations are computed once, see there.
 
     Example:
         >>> import torch
@@ -120,31 +120,31 @@ class SFTLoss(_OfHistory, _SFTLoss):
         return self._computed(_SFTLoss.forward, tensordict, True)
 
 
-class DistillationLoss(_OfHistory, _DistillationLoss):
+class DistillationLoss(_HistoryLoss, _DistillationLoss):
     """A divergence between a student and a teacher, over the tokens of a conversation.
 
-    A drop-in for :class:`torchrl.objectives.llm.DistillationLoss`, as :class:`fusedrl.SFTLoss` is
-    for its class. By default it is torchrl's estimate from the log-prob that both give each token.
-    Two further losses see the rest of the vocabulary. Their gradients are those of the KL in
-    ``kl_direction`` at each token, while the estimate's are of the forward KL in either direction.
+    A drop-in for :class:`torchrl.objectives.llm.DistillationLoss`, like :class:`fusedrl.SFTLoss`.
+    By default it is torchrl's k3 estimate from the log-probs of each token. Two more losses use the
+    whole vocabulary: they have the gradient of the KL in ``kl_direction`` at each token, while the
+    estimate has that of the forward KL for either direction.
 
     Args:
-        actor_network: the student, as in torchrl's class, and so are the arguments after it.
+        actor_network: the student. This and all arguments that are not listed are as in torchrl's
+            class.
         loss_function: ``"k3"``, torchrl's; ``"exact_kl"``, the KL over the whole vocabulary from
             the hidden states of student and teacher (:func:`fusedrl.linear_exact_kl`); or
-            ``"top_k_kl"``, the KL to a teacher that is known by some classes of each token and
-            has the rest in a bucket (:func:`fusedrl.linear_top_k_kl`).
-        teacher_network: for ``"exact_kl"``, a ``TransformersWrapper`` that makes the same tokens.
-            It gets no gradient and is no child of the loss: neither its parameters nor its state,
-            and it stays on its device.
-        classes: for ``"exact_kl"``, how many classes count, the first ones, as in
-            :func:`fusedrl.exact_kl`: where the heads of student and teacher differ in padding
-            alone, ``len(tokenizer)``. ``None`` for all, which have to be equally many then.
+            ``"top_k_kl"``, the KL to a teacher given by a few classes of each token, with the
+            remaining probability as one bucket (:func:`fusedrl.linear_top_k_kl`).
+        teacher_network: for ``"exact_kl"``, a ``TransformersWrapper`` that reads the same tokens.
+            It gets no gradient, stays on its device and is not a submodule of the loss.
+        classes: for ``"exact_kl"``, use only this many classes, the first ones, as in
+            :func:`fusedrl.exact_kl`: ``len(tokenizer)`` if the heads differ only in padding.
+            ``None`` uses all and requires equal numbers of them.
         max_tokens_per_forward, share_prefixes: see :class:`fusedrl.SFTLoss`.
 
     For ``"top_k_kl"`` the data has the classes under the key ``teacher_ids`` and their log-probs
-    under the key ``teacher_log_prob``, both ``[T, k]`` for each conversation of ``T`` tokens, the
-    first of which is not read. A class below 0 is none.
+    under the key ``teacher_log_prob``, both ``[T, k]`` for each conversation of ``T`` tokens; the
+    first token's are not read. Negative classes are ignored.
 
     Example:
         >>> import torch
@@ -188,21 +188,21 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
         if loss_function not in ("k3", "exact_kl", "top_k_kl"):
             raise ValueError(
                 f"loss_function: expected 'k3', 'exact_kl' or 'top_k_kl', got {loss_function!r}; "
-                "'k3' is torchrl's"
+                "leave it out for 'k3', torchrl's loss"
             )
         if (teacher_network is not None) != (loss_function == "exact_kl"):
             raise ValueError(
-                f"teacher_network: expected one for 'exact_kl' alone, got {teacher_network!r} for "
-                f"{loss_function!r}; the teacher of the others is in the data"
+                f"teacher_network: expected one only for 'exact_kl', got {teacher_network!r} for "
+                f"{loss_function!r}; other losses read the teacher's log-probs from the data"
             )
         if classes is not None and loss_function != "exact_kl":
             raise ValueError(
-                f"classes: expected none but for 'exact_kl', got {classes!r} for "
+                f"classes: expected None except for 'exact_kl', got {classes!r} for "
                 f"{loss_function!r}; leave it out, as the data has the teacher's log-probs"
             )
         super().__init__(*args, **kwargs)
         self.loss_function = loss_function
-        self._teacher = (teacher_network,)  # a tuple, so that it is no child
+        self._teacher = (teacher_network,)  # in a tuple, so that it is not a submodule
         self.classes = classes
         keys = self.tensor_keys
         read_keys: Any = {
@@ -234,22 +234,22 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
             batch = self._read(td, self.assistant_only)
         except CannotFuse as why:
             raise ValueError(
-                f"actor_network: expected one whose hidden states can be had, but {why}; use "
-                "loss_function='k3' with it"
+                f"actor_network: expected one that can be scored from hidden states, but {why}; "
+                "use loss_function='k3' with it"
             ) from None
         teacher = self._teacher_of(td, batch)
         mask = torch.ones(len(batch.tokens), dtype=torch.bool) if batch.mask is None else batch.mask
         counts = torch.stack([row.sum() for row in batch.rows(mask)])
         if not bool(counts.all()):
             raise ValueError(
-                "tensordict: expected tokens to distill in every conversation, got "
-                f"{counts.tolist()}; see its assistant masks"
+                "tensordict: expected tokens to distill in every conversation, got counts "
+                f"{counts.tolist()}; check its assistant masks"
             )
         counted = batch.tokens[mask]
         if self.classes is not None and bool((counted >= self.classes).any()):
             raise ValueError(
                 f"classes: expected more than {int(counted.max())}, which is a token to distill, "
-                f"got {self.classes}; pass len(tokenizer), which counts added tokens"
+                f"got {self.classes}; pass len(tokenizer), which includes added tokens"
             )
         values = causal_divergences(
             self.actor_network.model,
@@ -269,15 +269,15 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
         return DistillationLossOutput(loss_distill=loss, kl_to_teacher=each.detach().mean())
 
     def _teacher_of(self, td: TensorDictBase, batch: TokenBatch) -> Any:
-        """The model that teaches, or the classes that the data has of it."""
+        """The teacher model, or the classes and log-probs in the data."""
         teacher = self.teacher_network
         if teacher is not None:
-            theirs = read(reading_of(teacher, False, None, None), td).tokens
-            if not torch.equal(theirs, batch.tokens):
+            tokens = read(reading_of(teacher, False, None, None), td).tokens
+            if not torch.equal(tokens, batch.tokens):
                 raise ValueError(
                     f"teacher_network: expected a teacher that reads the student's "
-                    f"{len(batch.tokens)} tokens, got {len(theirs)} that differ; give both one "
-                    "tokenizer and template"
+                    f"{len(batch.tokens)} tokens, got {len(tokens)} that differ; use the same "
+                    "tokenizer and template for both"
                 )
             return teacher.model
         found = []
@@ -287,7 +287,7 @@ class DistillationLoss(_OfHistory, _DistillationLoss):
             k = sizes[0][-1] if sizes else 0
             if sizes != [(length, k) for length in batch.lengths]:
                 raise ValueError(
-                    f"{key}: expected [T, k] for each conversation, whose tokens are "
+                    f"{key}: expected [T, k] for each conversation, with lengths T of "
                     f"{batch.lengths}, got {sizes}; name another key with set_keys()"
                 )
             assert rows is not None

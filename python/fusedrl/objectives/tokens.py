@@ -1,4 +1,4 @@
-"""The tokens that a wrapper would give its model, and which of them a loss counts."""
+"""The tokens that a wrapper passes to its model, and the mask of those that a loss counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LossBatch(NamedTuple):
     """The padded tokens of a batch, all ``[B, T]``.
 
     Args:
-        ids: int64, the token ids; padding has any value.
+        ids: int64, the token ids; padding is arbitrary.
         attended: bool, ``True`` for a token and ``False`` for padding.
         counted: bool, the tokens that the masking strategy counts.
     """
@@ -28,7 +28,7 @@ class LossBatch(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return self.attended.sum(1).tolist()
 
     def packed(self, column: Tensor) -> Tensor:
@@ -44,25 +44,25 @@ class LossBatch(NamedTuple):
 def read(
     wrapper: TransformersWrapper, strategy: str, action: NestedKey, td: TensorDictBase
 ) -> LossBatch:
-    """The tokens of ``td``, read by the wrapper's own code.
+    """The tokens of ``td``, read by the wrapper's code.
 
     Raises:
-        CannotFuse: the tokens of the loss are not those that the model gets.
+        CannotFuse: the tokens of the loss are not those that the model reads.
     """
     if strategy not in DISTRIBUTIONS:
-        raise CannotFuse(f"masking_strategy={strategy!r} is not known")
-    listener = _Listener(wrapper.model)
-    reader = with_child(wrapper, "model", listener)
-    reader.out_keys = list(wrapper.out_keys)  # it changes them while it reads
+        raise CannotFuse(f"masking_strategy={strategy!r} is unknown")
+    recorder = _InputRecorder(wrapper.model)
+    reader = with_child(wrapper, "model", recorder)
+    reader.out_keys = list(wrapper.out_keys)  # the call changes them in place
     reader.pad_model_input = True
     td = td.copy()  # the wrapper may write tokens into it
     counted = getattr(reader, DISTRIBUTIONS[strategy])(td).mask
-    if listener.seen is None:
-        raise CannotFuse("its wrapper calls the model in a way of its own")
-    ids, attended = listener.seen
+    if recorder.inputs is None:
+        raise CannotFuse("its wrapper does not use its model attribute")
+    ids, attended = recorder.inputs
     tokens: Any = td.get(action, as_padded_tensor=True, padding_side="left", padding_value=-100)  # pyright: ignore[reportCallIssue]
     if not ids.shape == attended.shape == counted.shape == tokens.shape:
-        raise CannotFuse(f"the tokens under {action!r} are not as many as the model reads")
+        raise CannotFuse(f"the tokens under {action!r} and those of the model differ in number")
     attended, counted = attended.bool(), counted.bool()
     if bool((counted & ~attended).any()):
         raise CannotFuse("its mask counts tokens that the attention mask hides")
@@ -71,15 +71,15 @@ def read(
     return LossBatch(ids, attended, counted)
 
 
-class _Listener(nn.Module):
-    """Takes the place of a wrapper's model: keeps its inputs, and returns logits of one class."""
+class _InputRecorder(nn.Module):
+    """Replaces a wrapper's model: records its inputs, and returns logits of one class."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.seen: tuple[Tensor, Tensor] | None = None
+        self.inputs: tuple[Tensor, Tensor] | None = None
         if hasattr(model, "config"):
-            self.config = model.config  # a wrapper refuses what is longer than the context
+            self.config = model.config  # the wrapper checks the context length
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> dict[str, Tensor]:
-        self.seen = (input_ids, attention_mask)
+        self.inputs = (input_ids, attention_mask)
         return {"logits": torch.zeros(*input_ids.shape, 1, device=input_ids.device)}

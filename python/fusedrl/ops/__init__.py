@@ -1,4 +1,4 @@
-"""The ops, and functions in torch over them."""
+"""The ops, and functions in plain torch that call them."""
 
 from fusedrl.ops.exact_kl import ExactKL, exact_kl
 from fusedrl.ops.importance_weights import ImportanceWeights, Mismatch, importance_weights

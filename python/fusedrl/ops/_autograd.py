@@ -1,4 +1,4 @@
-"""Which derivatives the compiled ops have: the first, in reverse mode, outside torch.func."""
+"""Checks for the only derivative of compiled ops: first order, reverse mode, no torch.func."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fusedrl.compat.torch import in_forward_mode, is_batched, is_transformed, un
 def needs_grad(**inputs: Tensor | None) -> bool:
     """Whether a gradient has to be recorded.
 
-    Raises ``NotImplementedError``, with the name of the input, for gradients that no kernel has:
-    those of forward mode, and those that a transform of ``torch.func`` asks for.
+    Raises ``NotImplementedError``, with the name of the input, for gradients that no kernel
+    computes: in forward mode, or under a transform of ``torch.func``.
     """
     if in_forward_mode():
         for name, tensor in inputs.items():
@@ -46,9 +46,9 @@ def needs_grad(**inputs: Tensor | None) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, where a tensor may be several of the arguments.
+    """``function.apply(*args)``, where a tensor may occur twice, such as one weight for two heads.
 
-    As one weight for both heads is. Dynamo refuses the same tensor twice, and takes a view of it.
+    Dynamo refuses the same tensor twice, but accepts a view of it.
     """
     if not torch.compiler.is_compiling():
         return function.apply(*args)
@@ -60,7 +60,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def _records(tensor: Tensor) -> bool:
-    # Inside vmap a tensor does not tell that the one it is made of requires a gradient.
+    # Inside vmap, a tensor does not report that the wrapped one requires a gradient.
     while is_transformed(tensor):
         if tensor.requires_grad:
             return True
@@ -69,7 +69,7 @@ def _records(tensor: Tensor) -> bool:
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    # Inside vmap it cannot be asked for.
+    # Inside vmap, a tangent cannot be unpacked.
     return is_batched(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
 
 
@@ -79,10 +79,10 @@ SECOND_DERIVATIVE = "pass impl='reference', which has one"
 def first_derivative_only(
     op: str, remedy: str = SECOND_DERIVATIVE
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Mark the ``backward`` of an autograd function that no second derivative goes through.
+    """Decorate the ``backward`` of an autograd function without a second derivative.
 
-    See :func:`check_first_derivative`. A compiled graph records no pass, and torch refuses to
-    differentiate its gradients.
+    See :func:`check_first_derivative`. It is not needed in a compiled graph, whose gradients torch
+    refuses to differentiate.
     """
 
     def mark(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,8 +101,8 @@ def first_derivative_only(
 def check_first_derivative(op: str, remedy: str = SECOND_DERIVATIVE) -> None:
     """Refuse a backward pass that autograd records (``create_graph=True``).
 
-    What kernels compute has no history, so that a second derivative would come out as zeros, and
-    the pass cannot know whether its result is differentiated later.
+    Results of kernels have no autograd graph, so that a second derivative would silently be 0, and
+    the backward pass cannot see whether its result will be differentiated.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What every op shares: which implementation runs, scalars that do not recompile, and checks."""
+"""Shared by all ops: the choice of an implementation, scalars as tensors, and argument checks."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DENSE, NESTED = "a dense tensor", "a nested tensor"
 IMPLS = ("auto", "cpu", "cuda", "triton", "reference")
 NANS = ("propagate", "missing")
-LARGEST = 1e30  # a scalar argument; it, its reciprocal and products with either stay in float32
+LARGEST = 1e30  # bound of scalar arguments: products with it or its reciprocal stay in float32
 LIBRARY = {"cpu": "_C", "cuda": "_C_cuda"}
-# What several errors tell to do.
+# Remedies that several errors share.
 ONE_A_TOKEN = "give one value for each token"
 RUNNING_SUM = "pass 0 and the running sum of the sequence lengths"
 for _library in LIBRARY.values():
-    native.load_error(_library)  # before any tracing starts
+    native.load_error(_library)  # at import, as tracing cannot load a library
 
 
 def register_fakes(fakes: dict[str, Callable]) -> None:
-    """Register shape functions of ops, and keep the ops out of the CUDA graphs of Inductor.
+    """Register shape functions of ops, and exclude the ops from Inductor's CUDA graphs.
 
-    A graph would keep the first value of a scalar on the CPU, which is read at the launch, and
-    cannot wait to be told how many rows a mask keeps. Without the library there are no ops.
+    A CUDA graph would replay the first value of a CPU scalar, and cannot wait for the number of
+    rows that a mask keeps. Does nothing if ``_C`` is not loaded.
     """
     if native.load_error("_C") is not None:
         return
@@ -55,10 +55,10 @@ def choose(
 ) -> str:
     """The implementation that runs: ``cpu``, ``cuda``, ``triton``, ``reference`` or ``meta``.
 
-    ``auto`` takes the compiled kernel of the tensor's device, and the reference (logged once) where
-    there is none. On ``meta``, where nothing has values, the shape functions of the compiled ops
-    answer for it and for the reference. An explicit ``impl`` that cannot run raises ``ValueError``
-    or :class:`fusedrl.native.NativeLibraryError`.
+    ``auto`` selects the compiled kernel of the tensor's device, or falls back to the reference
+    (logged once). On the ``meta`` device, ``auto`` and ``reference`` both use the shape functions
+    of the compiled ops. An explicit ``impl`` that cannot run raises ``ValueError`` or
+    :class:`fusedrl.native.NativeLibraryError`.
     """
     check_choice("impl", impl, IMPLS)
     if device.type == "meta" and impl in ("auto", "reference"):
@@ -119,7 +119,7 @@ def _fall_back(why: str) -> str:
 def check_choice(
     name: str, value: object, choices: Collection[str], remedy: str | None = None
 ) -> str:
-    """Return ``value``, which has to be one of ``choices``, of which the default is the first."""
+    """Return ``value`` if it is one of ``choices``, of which the first is the default."""
     if isinstance(value, str) and value in choices:
         return value
     remedy = remedy or f"leave it out for {next(iter(choices))!r}"
@@ -127,7 +127,7 @@ def check_choice(
 
 
 def check_flags(**flags: object) -> None:
-    """Refuse anything but a bool, numpy's included, for an op's options that are on or off."""
+    """Refuse flags that are not a bool of Python or numpy."""
     for name, value in flags.items():
         if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
             raise TypeError(f"{name}: expected True or False, got {value!r}; pass one of the two")
@@ -144,10 +144,9 @@ def scalar_tensor(
 ) -> Tensor:
     """``value`` as a 0-dim float64 tensor, so that a compiled graph does not specialise on it.
 
-    Refuses what is not in ``[low, high]``, and in the capture of a CUDA graph a tensor on the CPU,
-    which is read once. To compare a tensor with the bounds, its value has to be
-    read: that is done where it is on the CPU, with ``wait`` on any device, and never in a traced
-    graph.
+    Refuses values outside ``[low, high]`` and, during the capture of a CUDA graph, tensors on the
+    CPU, whose value the graph would keep. The value of a tensor is checked if it is on the CPU, or
+    with ``wait`` on any device, but never in a traced graph.
     """
     if not isinstance(value, Tensor):
         number = _number(name, value, low, high, remedy)
@@ -161,7 +160,7 @@ def scalar_tensor(
         )
     if value.device.type != "cpu" and value.device != device:
         raise ValueError(
-            f"{name}: expected a tensor on the CPU or beside the data on {device}, "
+            f"{name}: expected a tensor on the CPU or, like the data, on {device}, "
             f"got {value.device}; move it with .to({str(device)!r})"
         )
     if value.requires_grad:
@@ -182,20 +181,20 @@ def scalar_tensor(
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what runs on the device is captured as a CUDA graph; a traced graph never is."""
+    """Whether the current stream is captured as a CUDA graph; ``False`` in a traced graph."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return False
     return torch.cuda.is_current_stream_capturing()
 
 
 def check_counted_on_host(mask: Tensor | None, shift: bool, device: torch.device) -> None:
-    """Refuse to drop rows of a matrix product in a capture, where the host cannot count them."""
+    """Refuse to drop rows of a matrix product during a capture: the host cannot count them."""
     if (mask is not None or shift) and is_capturing(device):
         got = "shift=True" if mask is None else "a mask"
         raise RuntimeError(
-            "mask: expected none, and shift=False, in the capture of a CUDA graph, in which the "
-            f"host cannot wait for how many rows are kept, got {got}; pass the kept rows alone, or "
-            "call it outside of the capture"
+            "mask: expected None, and shift=False, in the capture of a CUDA graph, in which the "
+            f"host cannot wait for the number of kept rows, got {got}; pass only the kept rows, or "
+            "call the op outside the capture"
         )
 
 
@@ -211,20 +210,20 @@ def _number(name: str, value: object, low: float, high: float, remedy: str) -> f
 
 
 def real_number(value: object) -> Any:
-    """``value`` as a number to compare with any bound; ``None`` if it is no real number.
+    """``value`` as a number to compare with any bound; ``None`` if it is not a real number.
 
-    A bool is none: it is a flag that came to the wrong option.
+    A bool is not: it is a flag that was passed to the wrong option.
     """
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float, numbers.Rational)):
         return value  # an integer may be too large for a float
-    # Bounds that numpy's float16 and float32 cannot hold overflow in a comparison with them.
+    # Comparing numpy's float16 or float32 with a bound outside their range would overflow.
     return float(value) if isinstance(value, numbers.Real) else None
 
 
 def temperature_tensor(value: float | Tensor, device: torch.device, chosen: str) -> Tensor:
-    """``value`` as kernels take a temperature. The reference reads it, on whatever device it is."""
+    """``value`` as a temperature for kernels; for the reference, its range is always checked."""
     return scalar_tensor(
         *("temperature", value, device),
         low=1 / LARGEST,
@@ -241,7 +240,7 @@ def _check_range(name: str, number: float, low: float, high: float, remedy: str)
 
 
 def check_without_kernel(name: str, value: object, default: object) -> None:
-    """Refuse an option that only compiled kernels know, where the reference runs."""
+    """Refuse an option that the reference implementation does not support."""
     if value != default:
         raise ValueError(
             f"{name}: expected {default} with the reference implementation, got {value}; leave it "
@@ -255,7 +254,7 @@ def result_dtype(values: Tensor) -> torch.dtype:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values that Python can read; a tensor that is being traced has none."""
+    """Whether Python can read the values of a tensor, unlike those of a traced or meta tensor."""
     return (
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
@@ -266,7 +265,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def kind(value: object) -> str:
-    """What an argument is, for an error about it."""
+    """The kind of an argument, for an error message."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.is_nested:
@@ -275,7 +274,7 @@ def kind(value: object) -> str:
 
 
 def check_tensor(name: str, value: object, *kinds: str, like: str = "") -> None:
-    """Refuse a value that is no tensor of one of these kinds; without kinds, of the dense kind."""
+    """Refuse a value that is not a tensor of one of these kinds, by default a dense tensor."""
     got, kinds = kind(value), kinds or (DENSE,)
     if got in kinds:
         return
@@ -292,7 +291,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Refuse a companion tensor of another device."""
+    """Refuse a tensor on another device."""
     if tensor.device != device:
         raise ValueError(
             f"{name}: expected device {device}, got {tensor.device}; "
@@ -301,11 +300,11 @@ def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_dtype(name: str, tensor: Tensor, like: str, dtype: torch.dtype) -> None:
-    """Refuse a tensor of another dtype than that of the argument ``like``."""
+    """Refuse a tensor whose dtype is not that of the argument ``like``."""
     if tensor.dtype != dtype:
         raise ValueError(
-            f"{name}: expected {dtype} as {like} has, got {tensor.dtype}; convert one of them "
-            "with .to()"
+            f"{name}: expected {dtype}, the dtype of {like}, got {tensor.dtype}; convert one of "
+            "them with .to()"
         )
 
 
@@ -318,10 +317,9 @@ def check_same(
     rows: Tensor | None = None,
     remedy: str = ONE_A_TOKEN,
 ) -> None:
-    """Refuse a companion tensor that has another shape or is on another device.
+    """Refuse a tensor of another shape or on another device.
 
-    ``like`` says in the error why that shape is expected, and ends with the shape of ``rows`` if
-    the companion has a value for each of them.
+    ``like`` is the reason for the shape in the error message; with ``rows``, their shape follows.
     """
     if tensor.shape != shape:
         like += "" if rows is None else f" of shape {tuple(rows.shape)}"
@@ -338,7 +336,7 @@ def check_mask(
     like: str = " like tokens",
     rows: Tensor | None = None,
 ) -> None:
-    """Refuse a mask that is no bool tensor of ``shape``; ``like`` is as for :func:`check_same`."""
+    """Refuse a mask that is not a bool tensor of ``shape``; see :func:`check_same` for ``like``."""
     if mask is None:
         return
     check_tensor("mask", mask)
@@ -348,7 +346,7 @@ def check_mask(
 
 
 def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> None:
-    """Refuse offsets that do not partition ``count`` packed tokens; values are read on CPU only."""
+    """Refuse offsets that do not partition ``count`` packed tokens; only CPU values are read."""
     if offsets is None:
         return
     check_offsets_kind(offsets, device)
@@ -363,7 +361,7 @@ def check_offsets(offsets: Tensor | None, count: int, device: torch.device) -> N
 
 
 def _shown(bounds: list[int]) -> str:
-    """Offsets in one line, of which only the first and the last are shown if there are many."""
+    """Offsets in one line; long ones are abbreviated to the first and the last values."""
     if len(bounds) <= 8:
         return str(bounds)
     first, last = (", ".join(map(str, part)) for part in (bounds[:4], bounds[-2:]))
@@ -371,7 +369,7 @@ def _shown(bounds: list[int]) -> str:
 
 
 def check_offsets_kind(offsets: Tensor, device: torch.device) -> None:
-    """Refuse offsets that are no 1-D tensor of integers on the device; values are not read."""
+    """Refuse offsets that are not a 1-D integer tensor on the device, without reading values."""
     check_tensor("offsets", offsets)
     if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1 or len(offsets) < 1:
         raise ValueError(

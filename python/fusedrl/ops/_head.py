@@ -1,4 +1,4 @@
-"""The linear head of a language model, as ops from hidden states take it."""
+"""The linear head of a language model, as an argument of ops that start from hidden states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedrl.ops import _dispatch, _rows
 
 
 class Head(NamedTuple):
-    """Hidden states, and the head that makes logits of them; a ``softcap`` of 0 means no cap."""
+    """Hidden states and the head that maps them to logits; a ``softcap`` of 0 means no cap."""
 
     hidden: Tensor
     weight: Tensor
@@ -20,7 +20,7 @@ class Head(NamedTuple):
     softcap: float
 
     def first(self, classes: int) -> Head:
-        """The head of the first classes alone, which shares the memory of this one."""
+        """The head restricted to the first classes; shares memory with this one."""
         bias = None if self.bias is None else self.bias[:classes]
         return self._replace(weight=self.weight[:classes], bias=bias)
 
@@ -33,7 +33,7 @@ def prepare(
     scale: float | None,
     softcap: float | None,
 ) -> Head:
-    """The head as kernels take it, in autocast's dtype if that is on; errors prefix the names."""
+    """The checked head, cast under autocast; ``prefix`` is for the argument names in errors."""
     _dispatch.check_tensor(f"{prefix}hidden", hidden)
     _dispatch.check_tensor(f"{prefix}weight", weight)
     if bias is not None:
@@ -46,8 +46,8 @@ def prepare(
             )
     if not hidden.is_floating_point():
         raise TypeError(
-            f"{prefix}hidden: expected a floating-point dtype, got {hidden.dtype}; pass what the "
-            "last layer of the decoder returns"
+            f"{prefix}hidden: expected a floating-point dtype, got {hidden.dtype}; pass the "
+            "output of the last decoder layer"
         )
     hidden, weight = _autocast(hidden), _autocast(weight)
     bias = None if bias is None else _autocast(bias)
@@ -80,7 +80,7 @@ def prepare(
 def reference_logits(head: Head) -> Tensor:
     """Logits ``scale * (hidden W^T + bias)``, capped by ``softcap * tanh(logits / softcap)``.
 
-    They are float32 (float64 for float64 input), whatever the head's dtype, under autocast too.
+    They are float32 (float64 for float64 input), also under autocast.
     """
     dtype = _dispatch.result_dtype(head.hidden)
     with torch.autocast(head.hidden.device.type, enabled=False):
@@ -91,13 +91,13 @@ def reference_logits(head: Head) -> Tensor:
 
 
 def scaled_and_capped(logits: Tensor, scale: float, softcap: float) -> Tensor:
-    """The logits that a head makes of its matrix product; a ``softcap`` of 0 means no cap."""
+    """Scaled and capped logits from the products of a head; a ``softcap`` of 0 means no cap."""
     logits = logits * scale
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
 def _autocast(tensor: Tensor) -> Tensor:
-    """The arguments in the dtype that ``torch.nn.functional.linear`` gives them under autocast."""
+    """The tensor in the dtype to which ``torch.nn.functional.linear`` casts it under autocast."""
     kind = tensor.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensor

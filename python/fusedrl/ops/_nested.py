@@ -1,4 +1,4 @@
-"""Nested arguments of ops over packed rows: packed for the op, and its results nested again."""
+"""Nested arguments of ops: packed for the op, whose results become nested tensors again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Column = TypeVar("Column", Tensor, "Tensor | None")
 
 
 class Batch(NamedTuple):
-    """The first argument of an op, packed if it was nested, which decides the form of the others.
+    """The first argument of an op, packed if it was nested; it fixes the form of the others.
 
     Args:
         name: the name of the argument.
         values: the rows, dense.
         offsets: where the sequences of packed rows start and end.
-        model: the nested tensor that results look like; ``None`` for dense rows.
+        model: the nested tensor whose layout the results get; ``None`` for dense rows.
     """
 
     name: str
@@ -30,16 +30,16 @@ class Batch(NamedTuple):
     model: Tensor | None
 
     def companion(self, name: str, value: Any) -> Any:
-        """The packed values of a nested companion; beside dense rows the companion itself."""
+        """The packed values of another nested argument; with dense rows, the argument itself."""
         if self.model is None or self.offsets is None:
             return value
         _dispatch.check_tensor(name, value, _dispatch.NESTED, like=f" like {self.name}")
-        values, own = ragged.from_nested(value, name)
-        if own is self.offsets:
+        values, offsets = ragged.from_nested(value, name)
+        if offsets is self.offsets:
             return values
-        _dispatch.check_device(name, own, self.offsets.device)
-        if not own.is_meta and not torch.equal(own, self.offsets):
-            expected, got = (x.diff()[:8].tolist() for x in (self.offsets, own))
+        _dispatch.check_device(name, offsets, self.offsets.device)
+        if not offsets.is_meta and not torch.equal(offsets, self.offsets):
+            expected, got = (x.diff()[:8].tolist() for x in (self.offsets, offsets))
             raise ValueError(
                 f"{name}: expected the sequence lengths of {self.name}, {expected}, got {got}; "
                 "nest both with the same lengths"
@@ -47,11 +47,11 @@ class Batch(NamedTuple):
         return values
 
     def optional(self, name: str, value: Any) -> Any:
-        """The same of a companion that may be ``None``."""
+        """:meth:`companion` for an argument that may be ``None``."""
         return None if value is None else self.companion(name, value)
 
     def result(self, flat: Column) -> Column:
-        """A result with one value for each token, in the form of the arguments."""
+        """A result with one value per token, in the form of the arguments."""
         if flat is None or self.model is None or self.offsets is None:
             return flat
         nested: Any
@@ -69,17 +69,17 @@ def pack(
     like: Tensor | None = None,
     form: str = "[B, j, columns]",
 ) -> Batch:
-    """The batch of an op, whose first argument may be nested, with the dimensions of ``form``.
+    """The batch of an op, whose first argument may be nested with the dimensions of ``form``.
 
-    Results share the offsets of the nested argument ``like``, or else those of the first one, so
-    that they compose with it.
+    Results share the offsets of ``like`` (by default the first argument), so that they can be
+    combined with it.
     """
     _dispatch.check_tensor(name, values, _dispatch.DENSE, _dispatch.NESTED)
     if not values.is_nested:
         return Batch(name, values, offsets, None)
     if offsets is not None:
         raise ValueError(
-            f"offsets: expected None with nested {name}, which has its own, got "
+            f"offsets: expected None with nested {name}, which has offsets, got "
             f"{_dispatch.kind(offsets)}; leave it out"
         )
     packed = ragged.from_nested(values, name)

@@ -1,4 +1,4 @@
-"""Whether float32 products on the CPU may round their factors to bfloat16, as torch is told."""
+"""The setting of torch that lets float32 products on the CPU round their factors to bfloat16."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def rounds_grads(hidden: Tensor, like: Tensor) -> Tensor | None:
-    """What the gradients of a linear head take as ``rounds_grads``; ``None`` where nothing rounds.
+    """The ``rounds_grads`` argument of a linear head's ops; ``None`` if nothing is ever rounded.
 
-    ``torch.set_float32_matmul_precision("medium")`` allows it. Gradients of logits are float32, and
-    only a head in bfloat16 on the CPU would multiply them as anything else. The setting is read by
-    an op when it runs: Dynamo neither traces what reads it nor guards on it. In a compiled graph
-    that is where ``like`` is made: a gradient from upstream makes it the backward pass.
+    ``torch.set_float32_matmul_precision("medium")`` allows rounding. Gradients of logits are
+    float32, and only a bfloat16 head on the CPU may round them. An op reads the setting at run
+    time, because Dynamo neither traces the read nor guards on it. Its argument ``like`` decides
+    when: an upstream gradient defers the read to the backward pass of a compiled graph.
     """
     if hidden.device.type != "cpu" or hidden.dtype != torch.bfloat16:
         return None
@@ -21,7 +21,7 @@ def rounds_grads(hidden: Tensor, like: Tensor) -> Tensor | None:
 
 @torch.library.custom_op("fusedrl::rounds_grads", mutates_args=())
 def _rounds_grads(like: Tensor) -> Tensor:
-    # Set by set_float32_matmul_precision, too, whose getter raises where another backend's was set.
+    # set_float32_matmul_precision sets this too, but its getter may raise if backends differ.
     matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     return torch.tensor(matmul.fp32_precision == "bf16", device="cpu")
 

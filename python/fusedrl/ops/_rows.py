@@ -1,4 +1,4 @@
-"""What ops over rows share: checks of their shapes, and which sequence a token belongs to."""
+"""Shared by ops over rows: shape checks, and the sequence that a token belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> None:
-    """Refuse what is neither a padded batch of rows nor a packed one with the offsets it needs."""
+    """Refuse rows that are neither a padded batch nor a packed one with the offsets it needs."""
     _dispatch.check_floating(name, rows)
     width = "V" if "logits" in name else "H"
     if rows.dim() not in (2, 3):
@@ -27,7 +27,7 @@ def check_rows(name: str, rows: Tensor, offsets: Tensor | None, shift: bool) -> 
     if rows.dim() == 3 and offsets is not None:
         raise ValueError(
             f"offsets: expected None with padded [B, T, {width}] {name} (one sequence a row), "
-            "got a tensor; leave it out, or pass packed rows without padding"
+            "got a tensor; leave it out, or pass packed rows"
         )
     if rows.dim() == 2 and shift and offsets is None:
         raise ValueError(
@@ -52,12 +52,12 @@ def check_tokens(tokens: Tensor, name: str, rows: Tensor) -> None:
 
 
 def with_unit_stride(rows: Tensor) -> Tensor:
-    """The rows themselves, or a copy where their elements do not lie side by side."""
+    """The rows, copied only if their last dimension does not have stride 1."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def index_of(rows: Tensor, batch: Tensor) -> tuple[Tensor, ...]:
-    """Flat rows as an index into a packed or padded batch, which is not copied for it."""
+    """Flat row numbers as an index into a packed or padded batch, which need not be flattened."""
     if batch.dim() == 2:
         return (rows,)
     length = max(batch.shape[1], 1)
@@ -65,7 +65,7 @@ def index_of(rows: Tensor, batch: Tensor) -> tuple[Tensor, ...]:
 
 
 def sequence_of_tokens(tokens: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
-    """The number of each token's sequence, flat, and how many sequences there are.
+    """The sequence index of each token, flat, and the number of sequences.
 
     Packed tokens without offsets are one sequence.
     """

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from fusedrl.ops import _dispatch
 
-# Of the logits of the kept rows; if they take more, none are stored, and the backward pass
-# multiplies the head again, which is a quarter of the time of both.
+# Limit for the logits of the kept rows. Above it none are stored, and the backward pass recomputes
+# them, which takes a quarter of the time of both passes.
 MOST_BYTES = int(os.environ.get("FUSEDRL_STORED_MIB", "256")) << 20
 FEW_BYTES = 64 << 20
 
 
 def stored_bytes(hidden: Tensor, weight: Tensor) -> int:
-    """How many bytes the logits of the kept rows may take.
+    """The limit in bytes for stored logits of the kept rows.
 
-    On a CPU they take no more than the head's own gradient in float32, or few; on CUDA they are a
-    tile, which is there anyway. Of traced tensors, whose shapes are those of the inputs, nothing is
-    stored: how many rows are kept is not known.
+    On a CPU it is at most the size of the head's float32 gradient, or ``FEW_BYTES``; on CUDA the
+    stored logits are a tile that exists anyway. Under tracing nothing is stored, as the number of
+    kept rows is unknown.
     """
     if not _dispatch.has_values(hidden):
         return 0
@@ -28,6 +28,6 @@ def stored_bytes(hidden: Tensor, weight: Tensor) -> int:
 
 
 def fake(like: Tensor, most_bytes: int, dtype: torch.dtype) -> Tensor:
-    """What is stored: a vector, whose length is known when it is known how many rows are kept."""
+    """A fake of the stored vector, whose length depends on the number of kept rows."""
     count = torch.library.get_ctx().new_dynamic_size() if most_bytes else 0
     return like.new_empty((count,), dtype=dtype)

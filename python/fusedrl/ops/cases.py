@@ -1,4 +1,4 @@
-"""Calls of every op on small inputs: what ``fusedrl check`` compares and what all tests share."""
+"""Calls of every op on small inputs, for ``fusedrl check`` and the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedrl.ops.token_log_probs import token_log_probs
 
 
 def tensors(result: Any) -> list[Tensor]:
-    """All tensors of what an op returns."""
+    """All tensors in the result of an op."""
     if isinstance(result, Tensor):
         return [result]
     return [x for part in result if part is not None for x in tensors(part)]
@@ -29,11 +29,10 @@ class Case(NamedTuple):
 
     Args:
         op: the public function.
-        name: what is special about this call.
-        inputs: float32 tensors by the names of their arguments. The op differentiates with respect
-            to all of them.
-        others: the other arguments by name, tensors and options.
-        results: takes the tensors to compare out of what the op returns.
+        name: the options of this call.
+        inputs: float32 tensors by argument name. The op is differentiable in all of them.
+        others: all other arguments by name, tensors and options.
+        results: extracts the tensors to compare from the result of the op.
     """
 
     op: Callable[..., Any]
@@ -43,7 +42,7 @@ class Case(NamedTuple):
     results: Callable[[Any], list[Tensor]] = tensors
 
     def call(self, inputs: dict[str, Tensor], **options: Any) -> list[Tensor]:
-        """The results of the op, with other inputs, and more options."""
+        """The results of the op for these inputs, with more options."""
         return self.results(self.op(**inputs, **self.others | options))
 
     def to(self, device: torch.device | str) -> Case:
@@ -51,7 +50,7 @@ class Case(NamedTuple):
         return self.mapped(lambda x: x.to(device))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Case:
-        """The case with what ``change`` makes of each of its tensors."""
+        """The case with ``change`` applied to each of its tensors."""
         inputs, others = (
             {name: change(x) if isinstance(x, Tensor) else x for name, x in values.items()}
             for values in (self.inputs, self.others)
@@ -60,13 +59,13 @@ class Case(NamedTuple):
 
 
 class Problem:
-    """Random tensors of a padded batch, and its classes.
+    """Random tensors for a padded batch.
 
     Args:
         classes: size of the vocabulary, at least 2.
         sequences: number of sequences.
         length: tokens of a sequence, with padding.
-        width: of the hidden states.
+        width: size of the hidden states.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Problem:
         return scale * self.normal(*self.shape, self.classes)
 
     def head(self, prefix: str = "", width: int | None = None) -> dict[str, Tensor]:
-        """Hidden states, weight and bias of logits of order 1, by the names of their arguments."""
+        """Hidden states, weight and bias by argument name, for logits of order 1."""
         width = width or self.width
         return {
             f"{prefix}hidden": self.normal(*self.shape, width),
@@ -101,13 +100,13 @@ class Problem:
         return torch.randint(self.classes, self.shape, generator=self._generator)
 
     def mask(self) -> Tensor:
-        """Which tokens count: about two thirds of them, the first and the last included."""
+        """A mask that keeps about two thirds of the tokens, including the first and the last."""
         mask = torch.rand(self.shape, generator=self._generator) < 0.7
         mask[0, 0] = mask[-1, -1] = True
         return mask
 
     def offsets(self) -> Tensor:
-        """Sequences of the packed batch: one of a token, one of none, and two others."""
+        """Offsets of the packed batch: sequences of one token, of none, and two longer ones."""
         total = self.shape[0] * self.shape[1]
         return torch.tensor([0, 1, 1, total // 2, total])
 
@@ -134,7 +133,7 @@ def _linear_policy_loss(problem: Problem) -> Iterator[Case]:
     head: dict[str, Any] = problem.head()
     options: dict[str, Any] = {"tokens": problem.tokens(), "shift": True}
     log_probs = linear_token_log_probs(**head, **options, impl="reference").log_probs
-    # Near those of the policy, so that some ratios are clipped and others are not.
+    # Close to those of the policy, so that only some ratios are clipped.
     old_log_probs = log_probs + 0.3 * problem.column()
     others = options | {
         "mask": problem.mask(),
@@ -150,7 +149,7 @@ def _linear_policy_loss(problem: Problem) -> Iterator[Case]:
 
 def _token_kl(problem: Problem) -> Iterator[Case]:
     log_probs = -problem.column().abs()
-    # Differences from 1e-5 to 1, where k3 cancels and where it does not.
+    # Differences from 1e-5, where k3 suffers from cancellation, to 1.
     size = 10 ** -problem.column().abs().clamp(max=5)
     columns = {"log_probs": log_probs, "ref_log_probs": log_probs + size * problem.column().sign()}
     mask, reward = problem.mask(), problem.column()
@@ -179,7 +178,7 @@ def _linear_exact_kl(problem: Problem) -> Iterator[Case]:
         yield Case(linear_exact_kl, f"{direction} mask shift softcap entropy", heads, options)
 
 
-# Of each op its calls, and the problems for which its kernel runs in different ways.
+# The calls of each op, and problem sizes that cover the code paths of its kernels.
 OPS: dict[str, tuple[Callable[[Problem], Iterator[Case]], list[dict[str, int]]]] = {
     "token_log_probs": (_token_log_probs, [{"classes": n} for n in (2, 1001, 32768)]),
     "linear_token_log_probs": (_linear_token_log_probs, [{"classes": 2}, {"classes": 2500}]),
@@ -191,7 +190,7 @@ OPS: dict[str, tuple[Callable[[Problem], Iterator[Case]], list[dict[str, int]]]]
 
 
 def cases_of(op: str, **size: int) -> Iterator[Case]:
-    """The cases of an op: of a problem of one size, or of each of the op's own."""
+    """The cases of an op for one problem size, or by default for all sizes listed for the op."""
     calls, sizes = OPS[op]
     for each in [size] if size else sizes:
         for case in calls(Problem(**each)):
@@ -200,5 +199,5 @@ def cases_of(op: str, **size: int) -> Iterator[Case]:
 
 
 def all_cases(**size: int) -> dict[str, Case]:
-    """The cases of all ops on problems of one size, by the names of the op and the case."""
+    """The cases of all ops for one problem size, by the names of the op and the case."""
     return {f"{op}, {case.name}": case for op in OPS for case in cases_of(op, **size)}

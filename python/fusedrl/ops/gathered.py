@@ -1,4 +1,4 @@
-"""Logits of some classes of a row, for which only their rows of the head are multiplied."""
+"""Logits of selected classes of a row, from only their rows of the head's weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedrl.ops import _dispatch
 from fusedrl.ops._head import Head, scaled_and_capped
 
-_SLICE = 1 << 22  # elements of the rows that are gathered at a time
+_SLICE = 1 << 22  # elements that are gathered at a time
 
 
 def logits_of_head(head: Head, rows: Tensor, ids: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def logits_of_head(head: Head, rows: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Products(torch.autograd.Function):
-    """``(hidden[rows] * weight[ids]).sum(-1)`` in float32, of which a slice is in memory."""
+    """``(hidden[rows] * weight[ids]).sum(-1)`` in float32, computed in slices to save memory."""
 
     @staticmethod
     def forward(hidden: Tensor, weight: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
@@ -40,16 +40,16 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rows, ids = ctx.saved_tensors
 
-        def gradient(of: Tensor, at: Tensor, other: Tensor, by: Tensor) -> Tensor:
+        def gradient(of: Tensor, index: Tensor, other: Tensor, other_index: Tensor) -> Tensor:
             total = torch.zeros_like(of, dtype=grads[0].dtype)
-            for grad, to, taken in _slices(hidden, grads[0][:, None], at, by):
-                total.index_add_(0, to, grad * other[taken])
+            for grad, i, j in _slices(hidden, grads[0][:, None], index, other_index):
+                total.index_add_(0, i, grad * other[j])
             return total.to(of.dtype)
 
         wanted = ctx.needs_input_grad
-        of_hidden = gradient(hidden, rows, weight, ids) if wanted[0] else None
-        of_weight = gradient(weight, ids, hidden, rows) if wanted[1] else None
-        return of_hidden, of_weight, None, None
+        grad_hidden = gradient(hidden, rows, weight, ids) if wanted[0] else None
+        grad_weight = gradient(weight, ids, hidden, rows) if wanted[1] else None
+        return grad_hidden, grad_weight, None, None
 
 
 def _slices(hidden: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""Importance weights of tokens that another policy generated than the one that trains on them."""
+"""Importance weights that correct for tokens sampled from another policy than the trained one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MODES = ("truncate", "mask")
 
 
 class Mismatch(NamedTuple):
-    """How far the policies are apart in each sequence, over its kept tokens of known log ratio d.
+    """Divergence of the two policies in each sequence, over kept tokens with a known log-ratio d.
 
-    All are ``[B]``. ``tokens`` and ``clipped_tokens``, whose ratio lies outside of the bounds, are
-    int64. ``k1_sum`` is of ``-d``, ``k3_sum`` of ``exp(d) - 1 - d``. Fields of two batches add up,
-    but for ``max_ratio``, the largest before the bounds.
+    All fields are ``[B]``. ``tokens`` and ``clipped_tokens`` (ratio outside the bounds) are int64.
+    ``k1_sum`` is the sum of ``-d``, ``k3_sum`` that of ``exp(d) - 1 - d``. Fields of two batches
+    can be added, except ``max_ratio``, the largest ratio before clipping.
     """
 
     tokens: Tensor
@@ -31,12 +31,12 @@ class Mismatch(NamedTuple):
 
     @property
     def k1(self) -> Tensor:
-        """Mean k1 of a token in nats: KL(rollout || policy), unbiased, of either sign."""
+        """Mean k1 per token in nats: an unbiased estimate of KL(rollout || policy), of any sign."""
         return self.k1_sum / self.tokens.clamp(min=1)
 
     @property
     def k3(self) -> Tensor:
-        """Mean k3 of a token in nats: KL(rollout || policy), unbiased, never negative."""
+        """Mean k3 per token in nats: an unbiased estimate of KL(rollout || policy), >= 0."""
         return self.k3_sum / self.tokens.clamp(min=1)
 
     @property
@@ -51,7 +51,7 @@ class Mismatch(NamedTuple):
         return self.clipped_tokens / self.tokens.clamp(min=1)
 
     def total(self) -> Mismatch:
-        """The same over all sequences together, as 0-dim tensors."""
+        """The mismatch over all sequences, as 0-dim tensors."""
         sums = Mismatch._make(field.sum() for field in self)
         return sums._replace(max_ratio=self.max_ratio.amax()) if len(self.tokens) else sums
 
@@ -78,17 +78,17 @@ def importance_weights(
     """Weights ``exp(d)``, ``d = log_probs - rollout_log_probs`` up to 20, without a gradient.
 
     Args:
-        log_probs: under the policy that trains: padded ``[B, T]``, packed ``[N]``, or nested.
-        rollout_log_probs: those under the policy that generated, in the same form.
+        log_probs: under the trained policy: padded ``[B, T]``, packed ``[N]``, or nested.
+        rollout_log_probs: under the policy that generated the tokens, in the same form.
         mask: bool in the same form; a dropped token has weight 0 and is not read.
-        offsets: int64 ``[B + 1]``, where sequences of packed values start and end. Where the ratio
-            is of a sequence, packed values without them are a ``ValueError``.
-        level: of what the ratio is: a ``"token"``, with its d; or a sequence, with the sum
-            (``"sequence"``) or the mean (``"geometric"``) of d over its tokens.
-        mode: what a ratio outside ``[low, high]`` becomes: ``"truncate"`` the bound, ``"mask"`` 0.
+        offsets: int64 ``[B + 1]``, where sequences of packed values start and end. Required for
+            packed values if the ratio is one per sequence.
+        level: ``"token"``: one ratio per token; ``"sequence"`` or ``"geometric"``: one ratio per
+            sequence, from the sum or the mean of d over its tokens.
+        mode: ratios outside ``[low, high]`` become the bound (``"truncate"``) or 0 (``"mask"``).
         low: lower bound, a number or 0-dim tensor from 0 to 1e30; ``None`` for none.
         high: upper bound, in the same way.
-        nan: ``"propagate"`` a NaN, or count a token with one as ``"missing"``, with d = 0.
+        nan: ``"propagate"`` a NaN, or treat its token as ``"missing"``, with d = 0.
 
     Returns:
         Weights in float32 (float64 for float64), and the :class:`Mismatch` of each sequence.
@@ -112,13 +112,13 @@ def importance_weights(
     _dispatch.check_offsets(offsets, p.numel(), p.device)
     if p.dim() == 1 and offsets is None and level != "token":
         raise ValueError(
-            f"offsets: expected where packed sequences begin with level={level!r}, got None; "
+            f"offsets: expected the boundaries of packed sequences with level={level!r}, got None; "
             "pass offsets=torch.tensor([0, N]) if all tokens are one sequence"
         )
-    # No ratio passes 0 or 1e30, which stand for no bound.
-    none = _dispatch.LARGEST
+    # No ratio is outside [0, 1e30], so these stand for no bound.
+    no_bound = _dispatch.LARGEST
     least = _dispatch.scalar_tensor("low", 0.0 if low is None else low, p.device, 0.0)
-    most = _dispatch.scalar_tensor("high", none if high is None else high, p.device, 0.0)
+    most = _dispatch.scalar_tensor("high", no_bound if high is None else high, p.device, 0.0)
     if all(x.is_cpu and _dispatch.has_values(x) for x in (least, most)) and least > most:
         raise ValueError(f"low: expected at most high={high}, got {low}; swap the bounds")
     dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), torch.float32)
@@ -129,7 +129,7 @@ def importance_weights(
     d = log_ratio.masked_fill(~known, 0)
 
     def total(values: Tensor) -> Tensor:
-        # In float64: a float32 sum over a long sequence, term by term, loses digits.
+        # index_add adds term by term, which loses digits in float32 over a long sequence.
         wide = values.double()
         return wide.new_zeros(count).index_add(0, sequences, wide).to(values.dtype)
 
@@ -141,7 +141,7 @@ def importance_weights(
     least, most = least.to(ratio), most.to(ratio)
     outside = (ratio < least) | (ratio > most)
     weights = ratio.masked_fill(outside, 0) if mode == "mask" else ratio.clamp(least, most)
-    # expm1(d) - d is no number where d is infinite; the limit is.
+    # expm1(d) - d is NaN where d is inf; the limit is inf.
     k3 = torch.where(d == torch.inf, d, torch.expm1(d) - d)
     counted = weights.masked_fill(~known, 0)
     clipped, squares = (outside & known).long(), counted.square()

@@ -1,4 +1,4 @@
-"""Losses of a policy in plain torch, from the log-probs that a head fuses."""
+"""Policy losses in plain torch, on top of the fused log-probs of a linear head."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ AGGREGATIONS = ("token", "sequence", "constant")
 
 
 class PolicyRecipe(NamedTuple):
-    r"""What a policy loss is made of; ``RECIPES`` has those with a name.
+    r"""The ingredients of a policy loss; ``RECIPES`` has the named ones.
 
     Args:
-        term: of a token with ratio r and advantage A. ``"clip"``:
+        term: the loss of a token with ratio r and advantage A. ``"clip"``:
             :math:`-\min(r A, clamp(r, 1 - low, 1 + high) A)`; ``"cispo"``:
             :math:`-clamp(r, 1 - low, 1 + high) A \log p` with a constant r; ``"reinforce"``:
             :math:`-A \log p`.
-        ratio: of each ``"token"``, of the whole ``"sequence"`` (the product over its kept tokens),
-            or its ``"geometric"`` mean.
+        ratio: one per ``"token"``, one per ``"sequence"`` (the product over its kept tokens), or
+            their ``"geometric"`` mean.
         aggregation: ``"token"``, the mean over kept tokens; ``"sequence"``, the mean over sequences
             of the mean over their kept tokens, 0 where there is none; ``"constant"``, the sum over
             ``normalizer``. KL and entropy are aggregated in the same way.
-        low: the distance of the lower bound from 1.
-        high: the distance of the upper bound from 1.
-        dual_clip: the upper bound of a clipped ratio if the advantage is negative.
-        kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``, as :func:`token_kl` has them.
+        low: distance of the lower bound from 1.
+        high: distance of the upper bound from 1.
+        dual_clip: upper bound of a clipped ratio if the advantage is negative.
+        kl_estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``, as in :func:`token_kl`.
     """
 
     term: str
@@ -64,12 +64,12 @@ class RatioStatistics(NamedTuple):
     """Statistics of the ratios of kept tokens: 0-dim tensors, without gradient.
 
     Args:
-        mean: their mean.
-        smallest: the least of them.
-        largest: the greatest of them.
+        mean: mean ratio.
+        smallest: smallest ratio.
+        largest: largest ratio.
         clipped_low: fraction of the tokens with a negative advantage and a ratio below the lower
             bound, where a clipped loss has no gradient.
-        clipped_high: fraction of those with a positive advantage above the upper bound.
+        clipped_high: the same for positive advantages and the upper bound.
         effective_sample_size: ``(sum r)^2 / sum r^2``, as a fraction of the number of tokens.
         kl: mean of ``old_log_probs - log_probs``, an estimate of KL(old || new).
     """
@@ -84,11 +84,11 @@ class RatioStatistics(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """A policy's loss, and what it is made of.
+    """A policy loss and its components; only ``loss`` has a gradient.
 
     Args:
-        loss: ``objective + kl_coeff * kl - entropy_coeff * entropy``, which differentiates.
-        objective: the aggregated term of the advantages. Like all that follows it has no gradient.
+        loss: ``objective + kl_coeff * kl - entropy_coeff * entropy``.
+        objective: the aggregated term of the advantages.
         kl: the aggregated KL to the reference policy, ``None`` without one.
         entropy: the aggregated entropy, ``None`` without ``entropy_coeff``.
         log_probs: float32, shaped like the tokens; 0 for a dropped one.
@@ -126,39 +126,38 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     r"""Loss of a policy over generated tokens, from the hidden states.
 
-    A formula in torch over :func:`linear_token_log_probs`, which says what is multiplied and
-    stored. The ratio of a token is :math:`e^{\log p - \log p_{old}}`.
+    It is computed in plain torch from the log-probs of :func:`linear_token_log_probs`, which
+    describes memory and speed. The ratio of a token is :math:`e^{\log p - \log p_{old}}`.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``.
         weight: ``[V, H]`` of the dtype of ``hidden``.
-        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, as is every other tensor
-            of one entry a token. All but ``hidden``, ``weight`` and ``bias`` are constants.
-        advantages: one for each sequence, ``[B]``.
-        mask: bool; ``None`` keeps all. Nothing of a dropped token is read.
-        token_advantages: one for each token, in place of ``advantages``.
-        old_log_probs: log-probs of the policy that generated. With ``None`` those of the policy
-            itself are taken, so that every ratio is 1.
+        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged, like every other tensor
+            with one entry per token. Only ``hidden``, ``weight`` and ``bias`` get gradients.
+        advantages: one per sequence, ``[B]``.
+        mask: bool; ``None`` keeps all. No value of a dropped token is read.
+        token_advantages: one per token, instead of ``advantages``.
+        old_log_probs: log-probs of the policy that generated the tokens. ``None`` uses those of
+            the current policy, so that every ratio is 1.
         ref_log_probs: log-probs of the reference policy, for ``kl_coeff``.
         token_weights: factor of each token's objective, such as :func:`importance_weights`.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends. Without
             offsets a packed batch is one sequence.
-        shift: token *i* reads row *i - 1* of its own sequence, and the first token of every
-            sequence has no row. Packed hidden states then need ``offsets``.
+        shift: token *i* reads row *i - 1* of its sequence, and the first token of every sequence
+            reads none. Packed hidden states then need ``offsets``.
         loss: ``"grpo"``, ``"dapo"``, ``"dr_grpo"``, ``"gspo"``, ``"rloo"``, ``"cispo"``,
             ``"reinforce"``, or a :class:`PolicyRecipe`: ``RECIPES["grpo"]._replace(high=0.28)``.
-        normalizer: replaces the number of tokens (``"token"``) or sequences (``"sequence"``), to
-            count those of other ranks or micro-batches too: a number, or a tensor of one element.
-        kl_coeff: factor of the KL to the reference policy in the loss. 0 reports the KL alone.
-        entropy_coeff: factor of the entropy, which the loss rewards. 0 reports it alone.
+        normalizer: divisor instead of the number of tokens (``"token"``) or sequences
+            (``"sequence"``), to include other ranks or micro-batches: a number or 1-element tensor.
+        kl_coeff: factor of the KL to the reference policy in the loss. 0 only reports the KL.
+        entropy_coeff: factor of the entropy bonus in the loss. 0 only reports the entropy.
         head: options of :func:`linear_token_log_probs`, such as ``bias`` and ``temperature``.
 
     Returns:
         :class:`PolicyLoss`.
 
     Raises:
-        ValueError: an unknown loss, shapes, devices or offsets that do not fit, both or none of
-            the two advantages, a KL coefficient without log-probs of a reference or the reverse.
+        ValueError: an argument that does not fit the others, or an unknown loss.
         RuntimeError: a kept token outside ``[0, V)``; a second derivative.
 
     Example:
@@ -175,22 +174,22 @@ def linear_policy_loss(
     recipe = _recipe(loss)
     if (advantages is None) == (token_advantages is None):
         raise ValueError(
-            "advantages: expected them or token_advantages, got "
-            f"{'none' if advantages is None else 'both'}; pass one of the two"
+            "advantages: expected either advantages or token_advantages, got "
+            f"{'neither' if advantages is None else 'both'}; pass one of the two"
         )
     for name, coeff in (("kl_coeff", kl_coeff), ("entropy_coeff", entropy_coeff)):
         number = 0.0 if coeff is None else _dispatch.real_number(coeff)
         if number is None or not abs(number) <= _dispatch.LARGEST:
-            raise ValueError(f"{name}: expected a number, got {coeff}; 0.0 reports it alone")
+            raise ValueError(f"{name}: expected a number, got {coeff}; pass 0.0 to only report it")
     if (ref_log_probs is None) != (kl_coeff is None):
         raise ValueError(
-            "ref_log_probs: expected a tensor beside a kl_coeff, and else None, got "
-            f"{_dispatch.kind(ref_log_probs)} beside {kl_coeff}; pass both or none"
+            "ref_log_probs: expected a tensor with a kl_coeff, and None without one, got "
+            f"{_dispatch.kind(ref_log_probs)} with kl_coeff={kl_coeff}; pass both or neither"
         )
     if recipe.aggregation == "constant" and normalizer is None:
         raise ValueError(
-            "normalizer: expected a number with the aggregation 'constant', got None; pass the "
-            "number of sequences times the longest length that may be generated, for example"
+            "normalizer: expected a number with the aggregation 'constant', got None; pass for "
+            "example the number of sequences times the maximum completion length"
         )
     packed = _nested.pack("hidden", hidden, offsets, like=tokens)
     tokens, mask = packed.companion("tokens", tokens), packed.optional("mask", mask)
@@ -207,14 +206,14 @@ def linear_policy_loss(
     index, count = _rows.sequence_of_tokens(tokens, packed.offsets)
 
     def column(name: str, value: Tensor) -> Tensor:
-        # Flat, and 0 for a dropped token, where a NaN would reach sums and gradients.
+        # Dropped tokens become 0: a NaN would reach sums and gradients even if multiplied by 0.
         value = packed.companion(name, value)
         _dispatch.check_tensor(name, value)
         _dispatch.check_same(name, value, tokens.shape, tokens.device, " like tokens")
         return torch.where(kept, value.detach().flatten().to(log_probs.dtype), 0)
 
     def sums(values: Tensor) -> Tensor:
-        # For each token the sum over its sequence.
+        # The sum over a token's sequence, for each token.
         return values.new_zeros(count).index_add(0, index, values)[index]
 
     if token_advantages is not None:
@@ -242,7 +241,7 @@ def linear_policy_loss(
     counting = (torch.where(factors != 0, x, 0) for x in (log_probs, log_ratio, advantages))
     objective = (factors * _term(recipe, *counting)).sum()
     total, kl, entropy = objective.clone(), None, None
-    # A term with the factor 0 may be infinite.
+    # A term with factor 0 is left out, as it may be infinite.
     if ref_log_probs is not None:
         impl = "reference" if head.get("impl") == "reference" else "auto"
         ref, estimator = column("ref_log_probs", ref_log_probs), recipe.kl_estimator
@@ -267,16 +266,16 @@ def _recipe(loss: str | PolicyRecipe) -> PolicyRecipe:
 
 
 def _term(recipe: PolicyRecipe, log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """The term of each token. Log-ratios are clamped: the gradient of an infinite ratio is NaN."""
+    """The loss of each token. Log-ratios are clamped, as an infinite ratio has a NaN gradient."""
     bounds = 1 - recipe.low, 1 + recipe.high, recipe.dual_clip
     low, high, most = (math.log(x) if x > 0 else -math.inf for x in bounds)
     if recipe.term == "reinforce":
         return -advantages * log_probs
     if recipe.term == "cispo":
         return -log_ratio.detach().clamp(low, high).exp() * advantages * log_probs
-    # The minimum of both products bounds a ratio on the side where its advantage rewards it.
+    # The minimum bounds the ratio only on the side that its advantage favours.
     bounded = torch.where(advantages < 0, log_ratio.clamp(low, most), log_ratio.clamp(max=high))
-    bounded = torch.where(log_ratio.isnan(), log_ratio, bounded)  # clamp would drop its gradient
+    bounded = torch.where(log_ratio.isnan(), log_ratio, bounded)  # clamp drops the gradient of NaN
     return -bounded.exp() * advantages
 
 
@@ -292,7 +291,7 @@ def _statistics(
     smallest = functional.pad(torch.where(kept, ratio, torch.inf), (0, 1), value=torch.inf).amin()
     low = (ratio < 1 - recipe.low) & (advantages < 0)
     high = (ratio > 1 + recipe.high) & (advantages > 0)
-    # Relative to the largest, so that no square overflows.
+    # Relative to the largest ratio, so that no square overflows.
     scaled = ratio / largest.clamp(min=torch.finfo(ratio.dtype).tiny)
     squares = scaled.square().sum()
     return RatioStatistics(

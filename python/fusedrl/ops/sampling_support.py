@@ -1,7 +1,7 @@
-"""Truncated sampling: which classes a sampler leaves of a row, and log-probs over these alone.
+"""Truncated sampling: the classes that a sampler keeps, and log-probs over only these.
 
-The classes that are left of all tokens, their *support*, are a sparse matrix of a row a token, in
-compressed rows (CSR).
+The kept classes of all tokens, their *support*, are a sparse matrix with one row per token, in CSR
+format (ids and offsets).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ def sampling_support(
     offsets: Tensor | None = None,
     shift: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The classes that ``generate`` of transformers leaves a token, from the logits it had.
+    """The classes that ``generate`` of transformers can sample for each token, given its logits.
 
-    Other logits, or the same with other rounding, may leave out another class at the edge.
+    Logits that differ, be it by rounding, may give another class at the threshold.
 
     Args:
         logits: ``[N, V]`` packed or ``[B, T, V]`` padded, floating point, before the temperature.
-        mask: bool, one a token: which were sampled. The others get an empty row.
+        mask: bool, one per token: the sampled tokens. Dropped tokens get an empty row.
         temperature: of the sampler, from 1e-30 to 1e30.
-        top_k: so many classes stay, and ties of the last; ``None`` for all.
-        top_p: the fewest likeliest classes stay with this probability; ``None`` for all.
-        min_p: classes stay with at least this share of the likeliest's probability.
+        top_k: keep this many of the likeliest classes, and ties of the last; ``None`` for all.
+        top_p: keep the smallest set of classes with this total probability; ``None`` for all.
+        min_p: keep classes with at least this fraction of the largest probability.
         offsets: int64 ``[B + 1]``, where each sequence of packed logits starts and ends.
-        shift: token *i* was sampled from row *i - 1* of its sequence, and the first from none.
+        shift: token *i* was sampled from row *i - 1* of its sequence, and the first from no row.
 
     Returns:
         int64 ids ``[S]``, ascending within a token, and int64 offsets ``[N + 1]`` over all tokens,
-        for :func:`support_log_probs`. A row is empty where no class was left out.
+        for :func:`support_log_probs`. A row is empty if all classes are kept.
 
     Raises:
         TypeError, ValueError: shapes that do not fit, or a limit out of range.
@@ -71,15 +71,15 @@ def sampling_support(
     for part in kept.split(max(_CHUNK // logits.shape[-1], 1)):
         scores = logits.detach()[_rows.index_of(rows[part], logits)]
         scores = scores.to(_dispatch.result_dtype(logits)) / divisor
-        left = _left(scores, top_k, top_p, min_p)
-        left &= ~left.all(-1, keepdim=True)  # all classes are an empty row
-        counts[part] = left.sum(-1)
-        found.append(left.nonzero()[:, 1])
+        sampled = _sampled(scores, top_k, top_p, min_p)
+        sampled &= ~sampled.all(-1, keepdim=True)  # an empty row stands for all classes
+        counts[part] = sampled.sum(-1)
+        found.append(sampled.nonzero()[:, 1])
     return torch.cat(found), torch.cat((counts.new_zeros(1), counts.cumsum(0)))
 
 
-def _left(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float | None) -> Tensor:
-    """Which classes are left of each row of scores, which is overwritten."""
+def _sampled(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float | None) -> Tensor:
+    """The classes that each row of scores keeps; overwrites ``scores``."""
     if top_k is not None:
         least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
         scores.masked_fill_(scores < least, -torch.inf)
@@ -91,7 +91,7 @@ def _left(scores: Tensor, top_k: int | None, top_p: float | None, min_p: float |
     if min_p is not None:
         p = scores.softmax(-1)
         scores.masked_fill_(p < min_p * p.amax(-1, keepdim=True), -torch.inf)
-    return scores != -torch.inf  # NaN is left, as it spoils the row without a support too
+    return scores != -torch.inf  # keeps NaN, which makes the row NaN, as without a support
 
 
 def support_log_probs(
@@ -108,20 +108,20 @@ def support_log_probs(
     shift: bool = False,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """Log-prob of each token under a softmax over its support, whose rows alone are multiplied.
+    """Log-prob of each token under a softmax over its support; no other logits are computed.
 
-    Other arguments, and what else is raised, are those of :func:`linear_token_log_probs`. Gradients
-    reach ``hidden``, ``weight`` and ``bias``.
+    Arguments that are not listed, and their errors, are those of :func:`linear_token_log_probs`.
+    ``hidden``, ``weight`` and ``bias`` get gradients.
 
     Args:
         support: integer ids ``[S]`` and offsets ``[N + 1]`` over all tokens, as
             :func:`sampling_support` returns them; an empty row stands for all classes.
 
     Returns:
-        float32 log-probs shaped like ``tokens``; 0 for a dropped one, whose support is not read.
+        float32 log-probs shaped like ``tokens``; 0 for a dropped token, whose support is not read.
 
     Raises:
-        ValueError: ids of a kept token that do not ascend from 0 or more, or lack the token.
+        ValueError: ids of a kept token that are negative, not ascending, or lack the token.
 
     Example:
         >>> import torch
@@ -149,8 +149,8 @@ def support_log_probs(
     refused = torch.cat((entry[wrong], without))
     if len(refused):
         raise ValueError(
-            "support: expected ids of 0 or more that ascend, the token's own among them, got "
-            f"others for token {int(refused[0])}; take those of the logits that it was sampled from"
+            "support: expected ascending ids >= 0 that include the token, got other ids for token "
+            f"{int(refused[0])}; compute the support from the logits that it was sampled from"
         )
     z = logits_of_head(head, rows[entry], ids)
     z = z / divisor.to(z)

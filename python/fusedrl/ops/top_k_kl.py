@@ -1,7 +1,7 @@
-"""Divergence from a teacher of whom the log-probs of a few classes are known, token by token.
+"""Divergence of each token from a teacher that is known by the log-probs of a few classes.
 
-The student's logits of these classes are gathered, and the log-prob of the likeliest of them
-normalises the others.
+The student's logits of these classes are gathered; the log-prob of the likeliest one normalises
+all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fusedrl.ops.token_log_probs import TokenLogProbs, token_log_probs
 from fusedrl.ops.token_log_probs.reference import rows_of_tokens
 
 TAILS = ("bucket", "renormalize")
-LEAST_REST = 1e-6  # float32 log-probs do not tell a smaller one from none
-MOST_SUM = 1.05  # of all probabilities, whose logs were rounded to bfloat16
+LEAST_REST = 1e-6  # smaller remainders are lost to the rounding of float32 log-probs
+MOST_SUM = 1.05  # of probabilities whose logs may have been rounded to bfloat16
 
 
 def top_k_kl(
@@ -41,30 +41,30 @@ def top_k_kl(
 ) -> Tensor:
     r"""Divergence of a student from a teacher whose k likeliest classes are known, in nats.
 
-    A class adds 0 where the distribution that weighs it gives it probability 0, and makes a KL +inf
-    where only the other does. No gradient reaches the teacher, nor a logit of -inf of a finite KL.
+    In KL(p || q), a class with p = 0 adds 0, and one with only q = 0 makes the KL +inf. The teacher
+    gets no gradient, and neither does a logit of -inf if the KL is finite.
 
     Args:
         logits: the student's, ``[N, V]`` packed, ``[B, T, V]`` padded, or nested; floating point.
-        ids: integer classes that the teacher's log-probs are of, ``[..., k]`` for each token, in
-            any order, every class at most once. An id below 0 is no class, and not read.
-        teacher_log_probs: of the shape of ``ids``, normalised over the whole vocabulary, as an
-            engine gives them: the temperature does not divide them.
-        mask: bool, one a token. A dropped token has divergence 0 and is not read.
+        ids: integer ``[..., k]``, the classes of the teacher's log-probs for each token, in any
+            order, each at most once. Negative ids are ignored.
+        teacher_log_probs: shaped like ``ids``, normalised over the whole vocabulary, as an
+            inference engine returns them. The temperature is not applied to them.
+        mask: bool, one per token. A dropped token has divergence 0 and is not read.
         direction: ``"reverse"`` KL(student || teacher), ``"forward"`` KL(teacher || student), or
             ``"jensen_shannon"`` :math:`(1 - \beta) KL(s \| m) + \beta KL(t \| m)` with
             :math:`m = (1 - \beta) s + \beta t`.
         beta: the teacher's share of that mixture, 0 (the forward KL, as in GKD), 1 (the reverse KL)
             or from 1e-30 to below 1; ``None`` is 1/2.
-        tail: ``"bucket"`` compares the rest of both sides' probability as one class more, of at
-            least 1e-6 each; ``"renormalize"`` makes the probabilities of the ids sum to 1.
+        tail: ``"bucket"`` adds one class with the remaining probability of each side, at least
+            1e-6; ``"renormalize"`` makes the probabilities of the ids sum to 1.
         offsets: int64 ``[B + 1]``, where each sequence of packed rows starts and ends.
-        shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict, and
-            its own ids; the first token of every sequence has divergence 0.
+        shift: token *i* reads logits row *i - 1* of its sequence, as causal models predict, and row
+            *i* of ``ids``; the first token of every sequence has divergence 0.
         temperature: positive divisor of the logits; a 0-dim tensor may vary without a recompile.
 
     Returns:
-        float32 (float64 for float64), one a token in the form of the logits.
+        float32 (float64 for float64), one per token in the form of the logits.
 
     Raises:
         TypeError, ValueError: options, shapes, devices and offsets that do not fit.
@@ -136,7 +136,7 @@ def linear_top_k_kl(
     head = _head.prepare("", batch.values, weight, bias, scale, softcap)
 
     def gathered(rows: Tensor, ids: Tensor) -> Tensor:
-        kept = (ids >= 0).flatten().nonzero().squeeze(-1)  # nothing of prompts
+        kept = (ids >= 0).flatten().nonzero().squeeze(-1)  # skips prompts
         found = logits_of_head(head, rows[kept // ids.shape[-1]], ids.flatten()[kept])
         return found.new_zeros(ids.numel()).index_put((kept,), found).view(ids.shape)
 
@@ -163,7 +163,7 @@ def _divergence(
     gathered: Callable[[Tensor, Tensor], Tensor],
     log_probs: Callable[[Tensor, Tensor], TokenLogProbs],
 ) -> Tensor:
-    """The divergence of a student who tells logits of ids, and log-probs of one class a token."""
+    """The divergence, from functions for a student's logits of ids and log-probs of one class."""
     _dispatch.check_flags(shift=shift)
     chosen = chosen_divergence(direction, beta)
     _dispatch.check_choice("tail", tail, TAILS)
@@ -187,7 +187,7 @@ def _divergence(
         "ids: expected every class at most once a token, got one twice; set one of them to -1",
     )
     teacher = teacher.detach().to(_dispatch.result_dtype(rows)).masked_fill(~known, -torch.inf)
-    total = teacher.double().exp().sum(-1, keepdim=True)  # 1 less it keeps few digits
+    total = teacher.double().exp().sum(-1, keepdim=True)  # float64, as 1 - total cancels
     complete = known.sum(-1, keepdim=True) == classes
     assert_on_device(
         ~(total > MOST_SUM).any(),
@@ -199,7 +199,7 @@ def _divergence(
     z = z / _dispatch.scalar_tensor("temperature", temperature, z.device).to(z)
     largest, place = z.max(-1, keepdim=True)
     likeliest = ids.gather(-1, place).squeeze(-1).clamp(min=0)
-    # Of classes that are all impossible, none is subtracted.
+    # If all classes are impossible, subtracting -inf would give NaN.
     relative = z - largest.masked_fill(largest == -torch.inf, 0)
     student = relative + log_probs(likeliest, keep).log_probs[..., None]
     if tail == "renormalize":

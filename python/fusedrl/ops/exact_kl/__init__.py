@@ -1,4 +1,4 @@
-"""Divergence of the policy from its reference over the whole vocabulary, token by token."""
+"""Exact divergence between policy and reference over the whole vocabulary, for each token."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ DIRECTIONS = ("reverse", "forward", "jensen_shannon")
 
 
 class ExactKL(NamedTuple):
-    """Divergences and entropies of the policy for each token, in nats and float32.
+    """Divergence and policy entropy of each token, in nats and float32, shaped like the tokens.
 
-    Both are shaped like the tokens; ``kl`` is the divergence in the direction of the call, and
-    ``entropy`` is ``None`` where it was not asked for.
+    ``kl`` is the divergence in the direction of the call; ``entropy`` is ``None`` unless requested.
     """
 
     kl: Tensor
@@ -27,9 +26,9 @@ class ExactKL(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """What an op computes: ``beta`` is 1 for KL(p || q), and less for a mixture of p and q.
+    """The divergence of a call: KL(p || q) if ``beta`` is 1, else that from a mixture of p and q.
 
-    The policy is p, unless ``swapped``: then it is q.
+    The policy is p, or q if ``swapped``.
     """
 
     beta: float
@@ -50,7 +49,7 @@ def exact_kl(
     temperature: float | Tensor = 1.0,
     impl: str = "auto",
 ) -> ExactKL:
-    r"""Divergence between the policy's and the reference's distribution of each token.
+    r"""Divergence between the distributions of policy and reference for each token.
 
     With the policy :math:`p = \mathrm{softmax}(\text{logits} / \text{temperature})`, the reference
     :math:`q` likewise and :math:`m = (1 - \beta) p + \beta q`, in nats:
@@ -64,13 +63,13 @@ def exact_kl(
     :math:`\beta KL(q \| p)` and :math:`(1 - \beta) KL(p \| q)`.
 
     The op reads every kept row of both once, or twice for Jensen-Shannon, which needs the
-    normalizers first. It accumulates in float32 or better and keeps nothing of the size of the
-    logits. Each side gets a gradient in its own dtype if it requires one; the backward pass
-    computes the softmax again.
+    normalizers first. It accumulates in float32 or better and stores nothing of the size of the
+    logits. Each side gets a gradient in its dtype if it requires one; the backward pass recomputes
+    the softmax.
 
-    A class adds 0 where the distribution that weighs it gives it probability 0 (a logit of -inf, or
-    underflow). It makes a KL +inf where only the other distribution does. The gradient of a -inf
-    logit is 0; other gradients of an infinite KL are not finite.
+    In KL(p || q), a class with p = 0 (a logit of -inf, or underflow) adds 0, and one with only
+    q = 0 makes the KL +inf. The gradient of a -inf logit is 0; other gradients of an infinite KL
+    are not finite.
 
     Args:
         logits: the policy's, ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``;
@@ -80,30 +79,29 @@ def exact_kl(
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its logits are not read.
         direction: ``"reverse"``, ``"forward"`` or ``"jensen_shannon"``.
-        beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone: 0, 1 or a number
-            between that is at least 1e-30. ``None`` means 1/2.
+        beta: the reference's share of the mixture, only for ``"jensen_shannon"``: 0, or a number
+            from 1e-30 to 1. ``None`` means 1/2.
         entropy: also compute the policy's entropy :math:`-\sum_v p_v \log p_v` of each kept row,
             with gradient.
-        classes: how many classes count, the first ones, as where vocabularies differ in padding.
-            Those beyond get gradient 0. ``None`` for all, which have to be equally many then.
+        classes: use only this many classes, the first ones, if vocabularies differ in padding. The
+            others get gradient 0. ``None`` uses all and requires equal numbers of them.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
-        shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
-            first token of every sequence has divergence 0. Packed logits then need ``offsets``.
-            Without it token *i* reads logits row *i*.
+        shift: token *i* reads logits row *i - 1* of its sequence, as causal models predict, instead
+            of row *i*; the first token of every sequence has divergence 0. Packed logits then need
+            ``offsets``.
         temperature: divisor of both logits, from 1e-30 to 1e30. A 0-dim tensor may change under
             ``torch.compile`` without a recompile. No gradient flows to it.
-        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
-            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
+        impl: ``"auto"`` uses the device's compiled kernel, or falls back to plain torch; ``"cpu"``
+            and ``"cuda"`` require the kernel, ``"reference"`` uses plain torch.
 
     Returns:
-        :class:`ExactKL` of float32 ``[N]``, ``[B, T]`` or jagged like the logits. Rounding in the
-        reference implementation alone makes a value negative. A row that is all -inf, or has a NaN
-        or a +inf, gives NaN.
+        :class:`ExactKL` of float32 ``[N]``, ``[B, T]`` or jagged like the logits. Only the
+        reference implementation may round below 0. A row of only -inf, or with NaN or +inf, gives
+        NaN.
 
     Raises:
-        TypeError: a mask that is not bool, logits that are not floating point.
-        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, more
-            classes than both have, or shapes, dtypes, devices and offsets that do not fit.
+        TypeError, ValueError: an argument of the wrong kind or value, or that does not fit the
+            others.
 
     Example:
         >>> import torch
@@ -111,7 +109,7 @@ def exact_kl(
         >>> policy, ref = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986123]])
         >>> exact_kl(policy, ref).kl  # uniform against 1/4, 3/4
         tensor([0.1438])
-        >>> # With shift, of a model's own output, a row is about the token after it:
+        >>> # With shift, row i of a model's output predicts token i + 1:
         >>> exact_kl(policy.expand(1, 3, 2), ref.expand(1, 3, 2), shift=True).kl
         tensor([[0.0000, 0.1438, 0.1438]])
         >>> exact_kl(policy, ref, direction="forward").kl
@@ -151,35 +149,34 @@ def exact_kl(
 
 
 def chosen_divergence(direction: str, beta: float | None) -> Divergence:
-    """What is computed for a direction and a beta; refuses what neither exists nor fits."""
+    """The divergence for a direction and a beta, after checking both."""
     _dispatch.check_choice("direction", direction, DIRECTIONS)
     if direction != "jensen_shannon":
         if beta is not None:
             raise ValueError(
-                f"beta: expected none with direction {direction!r}, got {beta}; pass "
-                'direction="jensen_shannon" with it'
+                f"beta: expected None with direction {direction!r}, got {beta}; pass it with "
+                'direction="jensen_shannon"'
             )
         return Divergence(1.0, direction == "forward")
     share = share_of(0.5 if beta is None else beta)
     if share is None:
         raise ValueError(
-            f"beta: expected 0, 1 or a number between, from 1e-30 on, got {beta!r}; "
-            "leave it out for 0.5"
+            f"beta: expected 0 or a number from 1e-30 to 1, got {beta!r}; leave it out for 0.5"
         )
     return Divergence(1.0, True) if share == 0 else Divergence(share, False)
 
 
 def share_of(beta: Any) -> float | None:
-    """A beta as a number; ``None`` for one that no divergence exists for."""
+    """A beta as a number; ``None`` if it is invalid."""
     share = _dispatch.real_number(beta)
-    known = share is not None and (share in (0, 1) or 1 / _dispatch.LARGEST <= share < 1)
-    return float(share) if share is not None and known else None
+    valid = share is not None and (share in (0, 1) or 1 / _dispatch.LARGEST <= share < 1)
+    return float(share) if share is not None and valid else None
 
 
 def answer(
     batch: _nested.Batch, divergence: Divergence, kl: Tensor, entropies: Tensor | None
 ) -> ExactKL:
-    """What the public functions return, of the entropies ``[..., 2]`` of p and q the policy's."""
+    """The result of the public functions; ``entropies`` ``[..., 2]`` are those of p and q."""
     entropy = None if entropies is None else entropies[..., int(divergence.swapped)]
     return ExactKL(batch.result(kl), batch.result(entropy))
 
@@ -192,7 +189,7 @@ def check_rows_of_both(
     offsets: Tensor | None,
     shift: bool,
 ) -> None:
-    """Refuse rows of the policy that are no batch, and those of the reference for other tokens."""
+    """Refuse rows of the policy that are no batch, or that do not match those of the reference."""
     ref = f"ref_{name}"
     _rows.check_rows(name, rows, offsets, shift)
     _dispatch.check_tensor(ref, ref_rows, like=f" like {name}")
@@ -207,18 +204,20 @@ def check_rows_of_both(
     _dispatch.check_mask(mask, shape, rows.device, f" for {name}", rows)
 
 
-def check_classes(classes: int | None, name: str, own: int, ref: int) -> None:
-    """Refuse more classes than policy and reference have, and two numbers of them without one."""
+def check_classes(classes: int | None, name: str, policy: int, ref: int) -> None:
+    """Refuse more classes than both sides have, or different numbers of them if it is ``None``."""
     if classes is None:
-        if own != ref:
+        if policy != ref:
             raise ValueError(
-                f"ref_{name}: expected the {own} classes of {name}, got {ref}; pass classes=, how "
-                "many of the first ones count, if vocabularies differ in padding alone"
+                f"ref_{name}: expected the {policy} classes of {name}, got {ref}; pass classes=, "
+                "the number of leading ones to use, if vocabularies differ only in padding"
             )
-    elif type(classes) is bool or not isinstance(classes, int) or not 1 <= classes <= min(own, ref):
+        return
+    most = min(policy, ref)
+    if type(classes) is bool or not isinstance(classes, int) or not 1 <= classes <= most:
         raise ValueError(
-            f"classes: expected an integer from 1 to {min(own, ref)}, which {name} and ref_{name} "
-            f"both have, got {classes!r}; pass how many tokens the tokenizer has"
+            f"classes: expected an integer from 1 to {most}, which {name} and ref_{name} "
+            f"both have, got {classes!r}; pass len(tokenizer)"
         )
 
 
@@ -262,7 +261,7 @@ class _Autograd(torch.autograd.Function):
 
 
 def fake_results(batch: Tensor, entropies: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Divergences, entropies and statistics of the tokens of a batch, without values."""
+    """Fakes of the divergences, entropies and statistics of the tokens of a batch."""
     rows = batch.shape[:-1]
     dtype = _dispatch.result_dtype(batch)
     return (

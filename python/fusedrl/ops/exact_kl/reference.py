@@ -1,4 +1,4 @@
-"""The definition of ``exact_kl`` in plain torch: what kernels are tested against."""
+"""Reference implementation of ``exact_kl`` in plain torch, which kernels are tested against."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def exact_kl(
     beta: float,
     entropies: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the divergence from two ``log_softmax`` over the kept rows; it is 0 elsewhere.
+    """The divergence, from two ``log_softmax`` over the kept rows (0 elsewhere), and the entropies.
 
-    With p from the logits and q from the reference's, it is KL(p || q) if ``beta`` is 1, and
-    ``(1 - beta) KL(p || m) + beta KL(q || m)`` with ``m = (1 - beta) p + beta q`` if it is less.
-    The last dimension of the result also has the entropies of p and of q. Everything is computed in
-    float32 (float64 for float64 logits) and differentiates through torch's autograd.
+    With p from the logits and q from the reference's, it is KL(p || q) if ``beta`` is 1, else
+    ``(1 - beta) KL(p || m) + beta KL(q || m)`` with ``m = (1 - beta) p + beta q``. The entropies of
+    p and q are the last dimension of the second result. Everything is computed in float32 (float64
+    for float64 logits) and differentiable.
     """
     shape = logits.shape[:-1]
     rows, keep = rows_of_tokens(logits[..., 0], offsets, shift)
@@ -52,7 +52,7 @@ def exact_kl(
 
 
 def divergence_of(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """The divergence that ``beta`` asks for; the last dimension of the log-probs is of classes."""
+    """The divergence for ``beta``; the last dimension of the log-probs is the vocabulary."""
     return _kl(log_p, log_q) if beta == 1 else _jensen_shannon(log_p, log_q, beta)
 
 
@@ -70,17 +70,17 @@ def _entropy(log_p: Tensor) -> Tensor:
 def _jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     no_p, no_q = p == 0, q == 0
-    apart = torch.where(no_p | no_q, 0.0, log_q - log_p)
-    of_p = _log_mixture(apart.masked_fill(no_q & ~no_p, -torch.inf), 1 - beta, beta)
-    of_q = _log_mixture(-apart.masked_fill(no_p & ~no_q, torch.inf), beta, 1 - beta)
-    return -((1 - beta) * p * of_p + beta * q * of_q).sum(-1)
+    difference = torch.where(no_p | no_q, 0.0, log_q - log_p)
+    m_over_p = _log_mixture(difference.masked_fill(no_q & ~no_p, -torch.inf), 1 - beta, beta)
+    m_over_q = _log_mixture(-difference.masked_fill(no_p & ~no_q, torch.inf), beta, 1 - beta)
+    return -((1 - beta) * p * m_over_p + beta * q * m_over_q).sum(-1)
 
 
 def _log_mixture(x: Tensor, rest: float, share: float) -> Tensor:
-    """``log(rest + share * e^x)`` for ``rest + share = 1``, which keeps its digits near 0."""
-    near = x < 60  # e^x is far from an overflow
+    """``log(rest + share * e^x)`` for ``rest + share = 1``, accurate near 0."""
+    near = x < 60  # e^x does not overflow
     if share > 0.5:
-        near &= x > -1  # and the mixture from 0
+        near &= x > -1  # the mixture is not close to 0
     small = torch.log1p(share * torch.expm1(torch.where(near, x, 0.0)))
     far = torch.where(near, 0.0, x) + math.log(share)
     return torch.where(near, small, torch.logaddexp(far, torch.full_like(far, math.log(rest))))

@@ -1,4 +1,4 @@
-"""Divergence over the whole vocabulary from two hidden states and two heads."""
+"""Exact divergence over the whole vocabulary from the hidden states and heads of two models."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def linear_exact_kl(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> ExactKL:
-    r"""Divergence between the logits of two linear heads, which never exist as a whole.
+    r"""Divergence between two linear heads, without materialising their logits.
 
     It is the divergence of :func:`exact_kl`. The policy's logits are
-    ``scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(logits / softcap)`` where a
-    softcap is given; the reference's are made in the same way. Both exist a tile at a time (see
-    :func:`linear_token_log_probs`), and only for the kept rows. The Jensen-Shannon divergence
-    needs the normalizers first and makes all logits twice, and the backward pass makes them again.
-    Where the logits of the kept rows of both sides are few, as there, they are stored instead and
-    made once. Each side gets gradients only where they are required.
+    ``scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(logits / softcap)`` if a
+    softcap is given; the reference's are computed in the same way. Both exist one tile at a time
+    (see :func:`linear_token_log_probs`), and only for the kept rows. The backward pass recomputes
+    them, and so does the Jensen-Shannon divergence, which needs the normalizers first; if the
+    logits of both sides are below the limit given there, they are stored instead. Gradients are
+    computed only for tensors that require them.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
-    the gradients of logits to bfloat16 before they are multiplied, which is faster.
+    the gradients of logits to bfloat16 before the matrix products, which is faster.
 
     Args:
         hidden: the policy's, ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``;
@@ -66,11 +66,11 @@ def linear_exact_kl(
         mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
             exactly 0, and its hidden states are not read.
         direction: ``"reverse"`` KL(policy || reference), ``"forward"`` or ``"jensen_shannon"``.
-        beta: the reference's share of the mixture, for ``"jensen_shannon"`` alone, as in
+        beta: the reference's share of the mixture, only for ``"jensen_shannon"``, as in
             :func:`exact_kl`; ``None`` means 1/2.
         entropy: also compute the policy's entropy of each kept row, with gradient.
-        classes: how many classes count, the first ones, as in :func:`exact_kl`; with ``None`` both
-            heads need the same ``V``.
+        classes: use only this many classes, the first ones, as in :func:`exact_kl`; with ``None``
+            both heads need the same ``V``.
         bias: ``[V]`` of the policy's head, of the dtype of ``weight``.
         ref_bias: ``[V]`` of the reference's head.
         softcap: positive bound of the policy's logits.
@@ -78,22 +78,20 @@ def linear_exact_kl(
         scale: positive factor of the policy's logits.
         ref_scale: positive factor of the reference's logits.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
-        shift: token *i* reads row *i - 1* of its own sequence; the first token of every sequence
-            has divergence 0. Packed hidden states then need ``offsets``. Without it token *i* reads
-            row *i*.
+        shift: token *i* reads row *i - 1* of its sequence instead of row *i*; the first token of
+            every sequence has divergence 0. Packed hidden states then need ``offsets``.
         temperature: divisor of both logits, from 1e-30 to 1e30. No gradient flows to it.
-        batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
-            depend on the batch around it.
-        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
-            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
+        batch_invariant: multiply rows in blocks of a fixed size, so that the result of a row is
+            bitwise independent of the rest of the batch.
+        impl: ``"auto"`` uses the device's compiled kernel, or falls back to plain torch; ``"cpu"``
+            and ``"cuda"`` require the kernel, ``"reference"`` uses plain torch.
 
     Returns:
         :class:`ExactKL` of float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.
 
     Raises:
-        TypeError: a mask that is not bool, hidden states that are not floating point.
-        ValueError: an unknown direction, a beta out of range or without ``"jensen_shannon"``, more
-            classes than both have, or shapes, dtypes, devices and offsets that do not fit.
+        TypeError, ValueError: an argument of the wrong kind or value, or that does not fit the
+            others.
 
     Example:
         >>> import torch
@@ -146,13 +144,13 @@ def linear_exact_kl(
     ):
         kl, entropies = _autograd.apply(_Autograd, *args)
     else:
-        # Without a gradient, a mixture alone reads its logits twice.
+        # Without a gradient, only a mixture reads its logits twice.
         most_bytes = _stored.stored_bytes(head.hidden, head.weight) if divergence.beta < 1 else 0
         kl, entropies, *_ = torch.ops.fusedrl.linear_exact_kl(*args, most_bytes)
     return answer(batch, divergence, kl, entropies if entropy else None)
 
 
-# Positions in the op's arguments of what may require a gradient.
+# Positions of the op's arguments that may require a gradient.
 _DIFFERENTIABLE = (0, 1, 2, 5, 6, 7)
 
 

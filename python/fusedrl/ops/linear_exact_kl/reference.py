@@ -1,4 +1,4 @@
-"""The definition of ``linear_exact_kl`` in plain torch: what kernels are tested against."""
+"""Reference implementation of ``linear_exact_kl`` in plain torch, to test kernels against."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def linear_exact_kl(
     beta: float,
     entropies: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The ``exact_kl`` of the logits of the kept rows; it is 0 elsewhere."""
+    """``exact_kl`` of the logits of the kept rows; 0 for other tokens."""
     shape = head.hidden.shape[:-1]
     rows, keep = rows_of_tokens(head.hidden[..., 0], offsets, shift)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Log-probability of each token from hidden states: the head's logits never exist as a whole."""
+"""Log-prob of each token from hidden states, without materialising the head's logits."""
 
 from __future__ import annotations
 
@@ -33,61 +33,59 @@ def linear_token_log_probs(
 ) -> TokenLogProbs:
     r"""Log-probability of each token under a softmax over a linear head's logits.
 
-    With ``x = scale * (hidden @ weight.T + bias)``, ``x = softcap * tanh(x / softcap)`` where a
-    softcap is given, and ``z = x / temperature``, it is :math:`z_{y} - \log\sum_v e^{z_v}`.
-    Only the kept rows are multiplied. Logits exist a tile at a time, in float32: 512 KiB for each
-    thread of the CPU (4 MiB in the backward pass, beside copies of the kept hidden states and of
-    the weights of a tile), at most 256 MiB on CUDA (and 512 MiB of gradients in half precision), or
-    none (Triton). The backward pass computes them again, but where those of the kept rows take at
-    most 256 MiB (``FUSEDRL_STORED_MIB`` in the environment), on a CPU also no more than 64 MiB or
-    the head's gradient in float32, and are stored; never with ``batch_invariant`` or under
-    ``torch.compile``. Behind a frozen head, without ``entropy``, the
-    forward pass already takes all that the gradient needs from the logits. Every gradient is summed
-    in float32 and rounded once. On CUDA, a mask, or a shift of packed rows, makes the host wait for
-    the number of kept rows.
+    With ``x = scale * (hidden @ weight.T + bias)``, ``x = softcap * tanh(x / softcap)`` if a
+    softcap is given, and ``z = x / temperature``, it is :math:`z_{y} - \log\sum_v e^{z_v}`. Only
+    kept rows are multiplied, and logits exist one float32 tile at a time: 512 KiB per CPU thread
+    (4 MiB in the backward pass, plus copies of the kept hidden states and of a tile's weights), at
+    most 256 MiB on CUDA (plus 512 MiB of half-precision gradients), none with Triton.
+
+    The backward pass recomputes the logits, unless those of the kept rows take at most 256 MiB
+    (environment variable ``FUSEDRL_STORED_MIB``; on a CPU also at most the larger of 64 MiB and the
+    head's float32 gradient): then they are stored, except with ``batch_invariant`` or under
+    ``torch.compile``. With a frozen head and no ``entropy``, the forward pass already computes what
+    the gradient needs. Gradients are summed in float32 and rounded once. On CUDA, a mask, or a
+    shift of packed rows, makes the host wait for the number of kept rows.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
-    the gradients of logits to bfloat16 before they are multiplied, which is faster.
+    the gradients of logits to bfloat16 before the matrix products, which is faster.
 
     Args:
         hidden: ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``; float32, bfloat16
             or float16 (float64 runs through the reference).
-        weight: ``[V, H]`` of the dtype of ``hidden``. A tied one needs nothing special.
-        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; values in ``[0, V)``
-            wherever they are read.
+        weight: ``[V, H]`` of the dtype of ``hidden``; may be tied to the embeddings.
+        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; in ``[0, V)`` for kept
+            tokens.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. A dropped token has log-prob exactly
-            0, and neither its hidden state nor its value is read.
+            0, and neither its hidden state nor its class is read.
         bias: ``[V]`` of the dtype of ``weight``.
         softcap: positive bound of the logits (Gemma 2's ``final_logit_softcapping``).
-        scale: positive factor of the logits (Cohere's ``logit_scale``, 1 over Granite's
+        scale: positive factor of the logits (Cohere's ``logit_scale``, the inverse of Granite's
             ``logits_scaling``).
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
-        shift: token *i* reads row *i - 1* of its own sequence, as causal models predict; the first
-            token of every sequence has log-prob 0. Packed hidden states then need ``offsets``.
-            Without it token *i* reads row *i*.
+        shift: token *i* reads row *i - 1* of its sequence, as causal models predict, instead of row
+            *i*; the first token of every sequence has log-prob 0. Packed hidden states then need
+            ``offsets``.
         temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor may change under
             ``torch.compile`` without a recompile. No gradient flows to it.
         entropy: also compute the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
-        vocab_offset: the first class of ``weight`` and ``bias``, where these are a shard of a
-            larger vocabulary; ``tokens`` are classes of the whole. A token in no shard gets
-            ``-inf``. It needs ``vocab_group``; :class:`VocabPart` is for shards without a group.
+        vocab_offset: the first class of ``weight`` and ``bias``, if these are a shard of the
+            vocabulary; ``tokens`` are classes of the whole. A token in no shard gets ``-inf``.
+            Requires ``vocab_group``; :class:`VocabPart` combines shards without a group.
         vocab_group: the process group whose ranks hold the other shards. Every rank passes the
-            same hidden states, and gets the log-probs over all classes and the whole gradient of
+            same hidden states, and gets the log-probs over all classes and the full gradient of
             the hidden states.
-        batch_invariant: rows are multiplied in blocks of a fixed size, so that a row's bits do not
-            depend on the batch around it; slower where blocks are not full.
-        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
-            ``"cpu"``, ``"cuda"`` and ``"triton"`` insist on a kernel, ``"reference"`` on plain
-            torch.
+        batch_invariant: multiply rows in blocks of a fixed size, so that the result of a row is
+            bitwise independent of the rest of the batch; slower if blocks are not full.
+        impl: ``"auto"`` uses the device's compiled kernel, or falls back to plain torch; ``"cpu"``,
+            ``"cuda"`` and ``"triton"`` require a kernel, ``"reference"`` uses plain torch.
 
     Returns:
         :class:`TokenLogProbs`, whose float32 tensors are shaped like ``tokens``.
 
     Raises:
-        TypeError: a mask that is not bool, hidden states that are not floating point.
-        ValueError: shapes, dtypes, devices, offsets or an ``impl`` that do not fit; a scale, a
-            softcap or a temperature out of range.
+        TypeError, ValueError: an argument of the wrong kind or value, or that does not fit the
+            others.
         RuntimeError: a kept token outside ``[0, V)``; on CUDA, a device-side assert.
 
     Example:

@@ -1,4 +1,4 @@
-"""The arguments of ``linear_token_log_probs``, checked and in the form that kernels read."""
+"""Checks and conversion of the arguments of ``linear_token_log_probs``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Call(NamedTuple):
     Args:
         batch: the form of the results.
         chosen: the implementation that runs.
-        of_reference: the arguments of the reference.
-        args: those of the compiled ops.
+        of_reference: the arguments of the reference implementation.
+        args: the arguments of the compiled ops.
         temperature: the 0-dim temperature.
         needs_grad: whether an autograd function has to record a gradient.
     """
@@ -47,7 +47,7 @@ def prepare(
     batch_invariant: bool,
     impl: str,
 ) -> Call:
-    """Refuse what does not fit, and choose the implementation."""
+    """Check the arguments, and choose the implementation."""
     _dispatch.check_flags(shift=shift, entropy=entropy, batch_invariant=batch_invariant)
     batch = _nested.pack("hidden", hidden, offsets, like=tokens)
     tokens, mask = batch.companion("tokens", tokens), batch.optional("mask", mask)
@@ -77,10 +77,10 @@ def prepare(
 
 
 def check_shard(vocab_offset: int | None, vocab_group: ProcessGroup | None) -> None:
-    """Refuse a group without the first class of its shard, or the class without the group."""
+    """Refuse ``vocab_offset`` without ``vocab_group``, or the reverse."""
     if (vocab_offset is None) != (vocab_group is None):
         raise ValueError(
-            "vocab_offset, vocab_group: expected both for a sharded vocabulary, or none, got "
+            "vocab_offset, vocab_group: expected both for a sharded vocabulary, or neither, got "
             f"{vocab_offset!r} and {vocab_group!r}; pass the first class of this rank's shard and "
             "the group of all shards"
         )
@@ -89,15 +89,15 @@ def check_shard(vocab_offset: int | None, vocab_group: ProcessGroup | None) -> N
     if vocab_group is not None and not isinstance(vocab_group, ProcessGroup):
         raise TypeError(
             "vocab_group: expected a torch.distributed.ProcessGroup, got "
-            f"{type(vocab_group).__name__}; pass torch.distributed.group.WORLD, or what "
-            "torch.distributed.new_group returns"
+            f"{type(vocab_group).__name__}; pass torch.distributed.group.WORLD, or the "
+            "result of torch.distributed.new_group"
         )
 
 
 def check_first_class(vocab_offset: int) -> None:
-    """Refuse what cannot be the first class of a shard."""
+    """Refuse a value that is not an integer >= 0."""
     if type(vocab_offset) is bool or not isinstance(vocab_offset, int) or vocab_offset < 0:
         raise ValueError(
             f"vocab_offset: expected an integer >= 0, got {vocab_offset!r}; "
-            "pass how many classes the shards before this one have"
+            "pass the number of classes in all shards before this one"
         )

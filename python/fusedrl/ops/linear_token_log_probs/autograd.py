@@ -1,4 +1,4 @@
-"""The compiled ops behind ``linear_token_log_probs``, their gradient and their shapes."""
+"""Autograd and fakes of the compiled ops behind ``linear_token_log_probs``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def statistics(chosen: str, args: tuple[Any, ...]) -> Tensor:
 def _statistics(
     chosen: str, args: tuple[Any, ...], most_bytes: int, sums_weights: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, and what is stored: logits or sums of weights, and the tokens that are kept."""
+    """:func:`statistics`, stored logits or sums of weights, and the kept tokens."""
     if chosen == "triton":
         return torch.ops.fusedrl.linear_token_log_probs_triton(*args, most_bytes)
     rounds = _rounding.rounds_grads(args[0], args[0]) if sums_weights else None
@@ -44,29 +44,28 @@ def run(call: Call, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
 
 
 def _sums_weights(call: Call) -> bool:
-    """Whether the forward pass takes from the head all that the hidden states' gradient needs.
+    """Whether the forward pass computes the sum of weights for the gradient of the hidden states.
 
-    That is ``c (w_y - sum_v p_v w_v)``, where only ``c`` depends on the loss. The gradient of an
-    entropy needs another sum, and a row's bits would depend on how many classes are weighed at
-    once.
+    The gradient is ``c (w_y - sum_v p_v w_v)``, where only ``c`` depends on the loss. That of an
+    entropy needs another sum, and the order of summation is not batch-invariant.
     """
     _, weight, bias, *_, entropy, _, batch_invariant = call.args
     trains = weight.requires_grad or (bias is not None and bias.requires_grad)
-    narrow = call.chosen == "cuda" and weight.dtype == torch.float16  # for exponentials
+    narrow = call.chosen == "cuda" and weight.dtype == torch.float16  # exponentials overflow
     return call.chosen != "triton" and not (trains or entropy or batch_invariant or narrow)
 
 
 def _finish(
     parts: Tensor, group: ProcessGroup | None, args: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropy and normalizers of these parts and those of the group's other ranks."""
+    """Log-probs, entropy and normalizers from the statistics of all ranks of the group."""
     *_, temperature, _, _, entropy, _, _ = args
     all_parts = parts[None] if group is None else gathered(parts[None], group)
     return torch.ops.fusedrl.linear_token_log_probs_finish(all_parts, temperature, entropy)
 
 
 def gathered(statistics: Tensor, group: ProcessGroup) -> Tensor:
-    """The statistics ``[1, ..., 4]`` of every rank, ``[ranks, ..., 4]``."""
+    """The statistics ``[ranks, ..., 4]`` of all ranks, from ``[1, ..., 4]`` of this one."""
     ranks = torch.distributed.get_world_size(group)
     out = statistics.new_empty((ranks, *statistics.shape[1:]))
     torch.distributed.all_gather(list(out.unbind()), statistics[0], group=group)
@@ -124,10 +123,10 @@ class _Autograd(torch.autograd.Function):
 def _grad_of_hidden(
     saved: Sequence[Tensor], options: tuple[Any, ...], grad_log_probs: Tensor
 ) -> Tensor:
-    """The hidden states' gradient from the sums of weights that the forward pass has taken.
+    """The gradient of the hidden states from the sums of weights that the forward pass computed.
 
-    They are relative to the exponential of these classes' largest logit, and leave out the target,
-    so that nothing cancels where its probability is almost 1.
+    The sums are relative to the largest logit of these classes, and exclude the target, so that
+    nothing cancels if its probability is close to 1.
     """
     hidden, weight, _, tokens, mask, offsets, temperature, *results, parts = saved
     log_probs, _, normalizers, sums, _ = results
@@ -151,7 +150,7 @@ def _grad_of_hidden(
         torch.where(inside, targets, 0),
         keep,
     )
-    # From the order of tokens to that of the rows that they read: where there is none, 0.
+    # From the order of tokens to that of the rows that they read; 0 for rows that no token reads.
     of_target, of_sums, targets, keep = (x.roll(-1) if shift else x for x in columns)
     grad = of_target[:, None] * weight[targets] - of_sums[:, None] * sums.view(-1, sums.shape[-1])
     grad = grad.masked_fill_(~keep[:, None], 0).view(hidden.shape)
@@ -187,7 +186,7 @@ def _fake_finish(
 
 def _fake_backward(*args: Any, rounds_grads: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     _, _, hidden, weight, bias, *_, vocab_offset, _, of_hidden, of_weight, of_bias = args
-    # The ranks of a sharded vocabulary add theirs up before it is rounded.
+    # The ranks of a sharded vocabulary sum their gradients before rounding.
     dtype = hidden.dtype if vocab_offset is None else _dispatch.result_dtype(hidden)
     return (
         hidden.new_empty(hidden.shape, dtype=dtype) if of_hidden else hidden.new_empty((0,)),
@@ -213,7 +212,7 @@ def _triton(
     batch_invariant: bool,
     stored_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # A row's bits never depend on the batch here, so `batch_invariant` asks for nothing more.
+    # The Triton kernel is always batch-invariant, so `batch_invariant` is not used.
     from fusedrl.ops.linear_token_log_probs import triton
 
     rows, keep = rows_of_tokens(tokens, offsets, shift)
@@ -225,7 +224,7 @@ def _triton(
     if vocab_offset is None:
         assert_on_device(
             ~outside.any(),
-            "tokens: expected values in [0, V), got others; leave them out with mask",
+            "tokens: expected values in [0, V), got values outside; drop them with mask",
         )
     columns = triton.partials(
         hidden.reshape(-1, hidden.shape[-1])[rows[kept]],
@@ -234,7 +233,7 @@ def _triton(
         *(scale, softcap, entropy),
     )
     parts = torch.stack((*columns[:3], columns[3].masked_fill(outside, -torch.inf)), -1)
-    # A dropped token's part: its log-prob and entropy come out as 0, whatever parts join.
+    # Statistics that give log-prob and entropy 0 to a dropped token when shards are combined.
     out = parts.new_zeros(tokens.numel(), 4)
     if vocab_offset:
         out[:, ::3] = -torch.inf
@@ -246,7 +245,7 @@ def _triton(
 
 
 def _inverse_on(hidden: Tensor, temperature: Tensor) -> Tensor:
-    """``1 / temperature`` as Triton reads it, beside the hidden states; nothing waits for them."""
+    """``1 / temperature`` on the device of the hidden states, without waiting for that device."""
     inverse = temperature.reciprocal()
     if inverse.device != hidden.device:
         return hidden.new_full((1,), inverse.item(), dtype=torch.float32)

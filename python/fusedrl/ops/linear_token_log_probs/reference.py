@@ -1,4 +1,4 @@
-"""The definition of ``linear_token_log_probs`` in plain torch: what kernels are tested against."""
+"""Reference implementation of ``linear_token_log_probs``, which kernels are tested against."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def linear_token_log_probs(
     temperature: Tensor,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The ``token_log_probs`` of the logits of the kept rows; they are 0 elsewhere."""
+    """``token_log_probs`` of the logits of the kept rows; 0 for other tokens."""
     rows, keep = reference.rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
         keep = keep & mask.flatten()

@@ -1,4 +1,4 @@
-"""What one shard of the vocabulary knows of each token's softmax, and how shards combine."""
+"""Softmax statistics of each token over one shard of the vocabulary, and their combination."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fusedrl.ops.token_log_probs import TokenLogProbs
 
 @dataclass(frozen=True)
 class VocabPart:
-    """Softmax statistics of every token over the classes of one shard; they do not differentiate.
+    """Softmax statistics of every token over the classes of one shard, without a gradient.
 
     Args:
-        statistics: float32 ``[..., 4]``, token by token: ``max``, the largest logit or one so near
-            it that no exponential overflows; the sum of ``exp((x - max) / temperature)``; the same
-            sum weighted with its exponents (for the entropy); and the target's logit, ``-inf``
-            where it is in another shard.
-        temperature: the 0-dim temperature they were computed with.
+        statistics: float32 ``[..., 4]`` for each token: ``max``, the largest logit or one close
+            enough to it that no exponential overflows; the sum of ``exp((x - max) / temperature)``;
+            the same sum weighted by the exponents (for the entropy); and the logit of the target,
+            ``-inf`` if it is in another shard.
+        temperature: 0-dim tensor, the temperature of the statistics.
         entropy: whether the third statistic was computed.
 
     Example:
@@ -44,7 +44,7 @@ class VocabPart:
 
     @property
     def max(self) -> Tensor:
-        """The largest logit of each token, or one near it: what ``sum`` is relative to."""
+        """The largest logit of each token, or one close to it, which ``sum`` is relative to."""
         return self.statistics[..., 0]
 
     @property
@@ -54,7 +54,7 @@ class VocabPart:
 
     @property
     def target(self) -> Tensor:
-        """The target's logit; ``-inf`` in the shards that do not have it."""
+        """The logit of the target; ``-inf`` if it is in another shard."""
         return self.statistics[..., 3]
 
     @staticmethod
@@ -75,9 +75,9 @@ class VocabPart:
         batch_invariant: bool = False,
         impl: str = "auto",
     ) -> VocabPart:
-        """The part of a shard whose first class is ``vocab_offset``.
+        """The statistics of a shard whose first class is ``vocab_offset``.
 
-        The arguments are those of :func:`fusedrl.linear_token_log_probs`, and so are the errors.
+        Arguments and errors are those of :func:`fusedrl.linear_token_log_probs`.
         """
         check_first_class(vocab_offset)
         call = prepare(
@@ -86,17 +86,17 @@ class VocabPart:
         )
         if call.needs_grad:
             raise ValueError(
-                "hidden: expected inputs that require no gradient, as a VocabPart does not "
-                "differentiate, got some; call it under torch.no_grad(), or "
+                "hidden: expected inputs that require no gradient, as a VocabPart has none, got "
+                "one that does; call it under torch.no_grad(), or call "
                 "linear_token_log_probs with the vocab_group of the shards"
             )
         return VocabPart(autograd.statistics(call.chosen, call.args), call.temperature, entropy)
 
     @staticmethod
     def combine(parts: Sequence[VocabPart]) -> TokenLogProbs:
-        """Log-probs (and entropy) over all classes from the parts of every shard, in any order.
+        """Log-probs (and entropy) over all classes from the parts of all shards, in any order.
 
-        Raises ``ValueError`` for no parts, or parts computed with different options.
+        Raises ``ValueError`` for no parts, or parts that were computed with different options.
         """
         if len(parts) == 0:
             raise ValueError(
@@ -119,10 +119,10 @@ class VocabPart:
 
 
 def _check_temperature(i: int, temperature: Tensor, first: Tensor) -> None:
-    """Refuse a part with another temperature, if it can be read without waiting for a device."""
+    """Refuse a part with another temperature; checked only for values on the CPU."""
     known = all(t.is_cpu and _dispatch.has_values(t) for t in (temperature, first))
     if known and temperature.item() != first.item():
         raise ValueError(
-            f"parts: expected all of temperature {first.item():g}, got {temperature.item():g} in "
-            f"part {i}; compute every part with the same one"
+            f"parts: expected temperature {first.item():g} in all, got {temperature.item():g} in "
+            f"part {i}; compute all parts with the same temperature"
         )

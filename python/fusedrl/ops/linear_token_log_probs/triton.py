@@ -1,13 +1,13 @@
-"""Triton forward: softmax statistics of each row of logits, which exist a tile at a time.
+"""Triton forward pass: softmax statistics of each row of logits, one tile of logits at a time.
 
-Stage 1 splits the classes over programs; each multiplies its tiles and keeps the statistics of a
-row. Stage 2 unites the splits in a fixed order. Results are deterministic, and a row's are the same
-bits in every batch: tiles and splits depend on the classes, the dtype and the GPU alone.
+Stage 1 splits the classes over programs; each multiplies its tiles and accumulates the statistics
+of a row. Stage 2 merges the splits in a fixed order. Results are deterministic and batch-invariant:
+tiles and splits depend only on the number of classes, the dtype and the GPU.
 
-Its results were tested on an H200. A step of 8192 x 4096 x 151936 took 66 ms there, and 62 to 71 ms
-by the CUDA kernels.
+Tested on an H200, where a step of 8192 x 4096 x 151936 took 66 ms, and 62 to 71 ms with the CUDA
+kernels.
 """
-# Triton types a kernel's arguments by what it is called with, and adds arguments of its own.
+# Triton infers argument types from the call, and adds arguments such as num_warps.
 # ruff: noqa: ANN001, ANN202
 # pyright: reportCallIssue=false, reportArgumentType=false
 
@@ -24,20 +24,20 @@ __all__ = ["partials"]
 
 
 class Config(NamedTuple):
-    """The tile that one program multiplies at a time, and what Triton makes of it."""
+    """The tile of one program, and Triton's compile options."""
 
     rows: int
     classes: int
     depth: int  # of H a step
-    part: int  # classes whose statistics are taken at a time, each in a register
+    part: int  # classes per update of the statistics, each in a register
     num_warps: int
-    num_stages: int  # steps of which the inputs are in shared memory at once
+    num_stages: int  # steps whose inputs are in shared memory at once
 
 
-# A stage takes (rows + classes) * depth * itemsize bytes of shared memory: 163 KiB on sm_80, 227 on
-# sm_90 and sm_100, 99 elsewhere. A thread has 255 registers, rows * classes / (32 * num_warps) of
-# them accumulators, but on sm_100, which has tensor memory. sm_80 gives a thread more rows, whose
-# statistics leave no registers for 256 classes.
+# A stage takes (rows + classes) * depth * itemsize bytes of shared memory, of 163 KiB on sm_80, 227
+# on sm_90 and sm_100, 99 elsewhere. Of the 255 registers of a thread, rows * classes /
+# (32 * num_warps) are accumulators, except on sm_100 with its tensor memory. On sm_80 a thread has
+# more rows, whose statistics leave no registers for 256 classes.
 HALF = {
     80: Config(128, 128, 64, 128, 8, 4),
     90: Config(128, 256, 64, 64, 8, 4),
@@ -45,15 +45,15 @@ HALF = {
     103: Config(128, 256, 64, 32, 8, 4),
 }
 HALF_ELSEWHERE = Config(128, 128, 32, 64, 8, 4)
-# Exact float32 products have no tensor cores.
+# Tensor cores have no exact float32 products.
 FLOAT = Config(128, 128, 16, 128, 8, 3)
 
-# Enough splits for the GPU's processors when a few rows are all there is, few enough for stage 2
-# to hold the splits of a row at once.
+# Enough splits to occupy the GPU with only a few rows, few enough for stage 2 to hold all splits of
+# a row at once.
 MAX_SPLITS = 128
 
-# Programs that run together share this many row tiles, whose hidden states stay in the L2 cache,
-# and read each tile of the weight about once.
+# Concurrent programs share this many row tiles, whose hidden states stay in the L2 cache, and read
+# each tile of the weight about once.
 GROUP = 16
 
 MERGE_ROWS = 16
@@ -71,27 +71,27 @@ def partials(
     softcap: float,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    r"""Softmax statistics of the logits of each row, as far as this part of the classes goes.
+    r"""Softmax statistics of the logits of each row over this shard of the classes.
 
     A logit is ``x = scale * (hidden @ weight.T + bias)``, capped to
-    ``softcap * tanh(x / softcap)`` where softcap is not 0. Assumes valid input on one device. Needs
-    up to 2 KiB of memory a row while it runs, whatever V and H.
+    ``softcap * tanh(x / softcap)`` if softcap is not 0. Assumes valid inputs on one device. Uses up
+    to 2 KiB of scratch memory per row, whatever V and H.
 
     Args:
         hidden: ``[M, H]``, float32, bfloat16 or float16; dimension H has stride 1.
         weight: ``[V, H]`` in the dtype of ``hidden``, with V > 0; dimension H has stride 1.
         bias: ``[V]`` in any floating-point dtype, contiguous, or None.
-        targets: int64 ``[M]``, contiguous; a value outside ``[0, V)`` is no class of this part.
+        targets: int64 ``[M]``, contiguous; a value outside ``[0, V)`` is not in this shard.
         inv_temperature: float32, one element, read on the device.
-        scale: factor of every logit.
-        softcap: bound of every logit, 0 for none.
+        scale: factor of the logits.
+        softcap: bound of the logits, 0 for none.
         entropy: whether to compute ``dot``.
 
     Returns:
         float32 ``[M]`` each: ``max`` of x; ``sum`` of :math:`e^{d}` with
         :math:`d = (x - \max) \cdot` ``inv_temperature``; ``dot``, the sum of :math:`d\,e^{d}`, or 0
-        without ``entropy``; and the logit x of the target, or 0 without one. A row of -inf has
-        ``max`` -inf and ``sum`` 0; one with NaN or +inf has NaN for both.
+        without ``entropy``; and the logit x of the target, or 0 if it is not in this shard. A row
+        of -inf has ``max`` -inf and ``sum`` 0; one with NaN or +inf has NaN for both.
     """
     rows, depth = hidden.shape
     classes = weight.shape[0]
@@ -104,7 +104,7 @@ def partials(
     tiles_per_split = triton.cdiv(class_tiles, MAX_SPLITS)
     splits = triton.cdiv(class_tiles, tiles_per_split)
     parts = hidden.new_empty(4 if entropy else 3, splits, rows, dtype=torch.float32)
-    with torch.cuda.device_of(hidden):  # nothing on the CPU, where the interpreter runs
+    with torch.cuda.device_of(hidden):  # does nothing on the CPU, with the interpreter
         _split_kernel[(row_tiles * splits,)](
             *(hidden, weight, bias, targets, inv_temperature, parts),
             *(hidden.stride(0), weight.stride(0), rows, classes, depth),
@@ -135,7 +135,7 @@ def partials(
 def _config(hidden: Tensor) -> Config:
     if hidden.dtype == torch.float32:
         return FLOAT
-    # Triton loads single elements where rows are not whole multiples of 16, which takes registers.
+    # Triton loads single elements if rows are no multiples of 16, which takes registers.
     if hidden.shape[1] % 16 != 0:
         return HALF_ELSEWHERE
     return HALF.get(_compute_capability(hidden), HALF_ELSEWHERE)
@@ -148,8 +148,8 @@ def _compute_capability(tensor: Tensor) -> int:
     return 10 * major + minor
 
 
-# Compiled once for all lengths: the compiler knows no more of them than whether H, the distances of
-# rows and the addresses of the matrices are multiples of 16.
+# Compiled once for all lengths: it only specialises on whether H, the row strides and the addresses
+# of the matrices are multiples of 16.
 @triton.jit(
     do_not_specialize=["rows", "classes", "splits", "tiles_per_split"],
     do_not_specialize_on_alignment=["bias", "targets", "inv_temperature", "parts"],
@@ -182,7 +182,7 @@ def _split_kernel(
 ):
     row_tile, split = _tile_and_split(tl.cdiv(rows, ROWS), splits, GROUP)
     row = row_tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # Rows and classes beyond the last repeat it: loads need no mask, and stay in bounds.
+    # Indices are clamped to the last row and class, so that loads need no mask.
     source = tl.minimum(row, rows - 1)
     target = tl.load(targets + source)
     target = tl.where((target >= 0) & (target < classes), target, -1).to(tl.int32)
@@ -234,7 +234,7 @@ def _include(
     ENTROPY: tl.constexpr,
     PART: tl.constexpr,
 ):
-    # The statistics of each row with those of the classes from `first` on.
+    # Merges the classes from `first` on into the statistics of each row.
     if product.shape[1] > PART:
         half: tl.constexpr = product.shape[1] // 2
         folded = tl.reshape(product, [product.shape[0], 2, half])
@@ -269,7 +269,7 @@ def _include(
 
 @triton.jit
 def _tile_and_split(row_tiles, splits, GROUP: tl.constexpr):
-    # Neighbours have the same split, that is the same weight, and different rows of one group.
+    # Consecutive programs have the same split, hence the same weight, and other rows of a group.
     program = tl.program_id(0)
     first = program // (GROUP * splits) * GROUP
     group = tl.minimum(row_tiles - first, GROUP)
@@ -294,17 +294,17 @@ def _multiply(
             h = tl.load(hidden + (start + k)[None, :])
             w = tl.load(weight + (start + k)[:, None])
         else:
-            rest = depth - start
-            h = tl.load(hidden + (start + k)[None, :], mask=k[None, :] < rest, other=0.0)
-            w = tl.load(weight + (start + k)[:, None], mask=k[:, None] < rest, other=0.0)
+            remaining = depth - start
+            h = tl.load(hidden + (start + k)[None, :], mask=k[None, :] < remaining, other=0.0)
+            w = tl.load(weight + (start + k)[:, None], mask=k[:, None] < remaining, other=0.0)
         product = tl.dot(h, w, product, input_precision="ieee")
     return product
 
 
 @triton.jit
 def _exponent(x, max, inv_temperature):
-    # d in base 2. A maximum of -inf counts as 0, or -inf less itself would be NaN. Where e^d is 0
-    # in any float d stops at -300: times that 0, an infinite d would be NaN. NaN stays NaN.
+    # d in base 2. A maximum of -inf is replaced by 0, as -inf - -inf is NaN. d is bounded by -300,
+    # where 2^d is 0 in float32, as 0 times an infinite d is NaN. NaN stays NaN.
     max = tl.where(max == float("-inf"), 0.0, max)
     d = (x - max) * (inv_temperature * LOG2_E)
     return tl.maximum(d, -300.0, propagate_nan=tl.PropagateNan.ALL)
@@ -312,7 +312,7 @@ def _exponent(x, max, inv_temperature):
 
 @triton.jit
 def _tanh(x):
-    # Near 0 the quotient would lose the digits of x, and its series needs five terms.
+    # Near 0 the quotient cancels, so a series of five terms replaces it.
     z = x * x
     series = 1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
     magnitude = 1.0 - 2.0 / (1.0 + tl.exp2(tl.abs(x) * (2.0 * LOG2_E)))
@@ -338,19 +338,19 @@ def _merge_kernel(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, SPLITS)[:, None]
-    there = (split < splits) & (row[None, :] < rows)
+    valid = (split < splits) & (row[None, :] < rows)
     parts += split.to(tl.int64) * rows + row[None, :]
     plane = tl.cast(splits, tl.int64) * rows
 
-    part_max = tl.load(parts, mask=there, other=float("-inf"))
-    part_sum = tl.load(parts + plane, mask=there, other=0.0)
-    part_target = tl.load(parts + 2 * plane, mask=there, other=0.0)
+    part_max = tl.load(parts, mask=valid, other=float("-inf"))
+    part_sum = tl.load(parts + plane, mask=valid, other=0.0)
+    part_target = tl.load(parts + 2 * plane, mask=valid, other=0.0)
     row_max = tl.max(part_max, 0)
     d = _exponent(part_max, row_max[None, :], tl.load(inv_temperature))
     row_sum = tl.sum(tl.exp2(d) * part_sum, 0)
     row_dot = tl.zeros([ROWS], tl.float32)
     if ENTROPY:
-        part_dot = tl.load(parts + 3 * plane, mask=there, other=0.0)
+        part_dot = tl.load(parts + 3 * plane, mask=valid, other=0.0)
         # From base 2 back to base e.
         row_dot = tl.sum(tl.exp2(d) * (part_dot + part_sum * d), 0) / LOG2_E
     tl.store(out_max + row, tl.where(row_sum == row_sum, row_max, row_sum), mask=row < rows)

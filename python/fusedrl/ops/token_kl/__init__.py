@@ -1,4 +1,4 @@
-"""Per-token KL estimates between a policy and its reference, and the reward they penalise."""
+"""Per-token KL estimates between a policy and its reference, and the KL-penalised reward."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ESTIMATORS", "TokenKL", "token_kl"]
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
 _DTYPES = (*_dispatch.KERNEL_DTYPES, torch.float64)
-_NO_OFFSETS = "leave offsets out where each token has its own"
+_NO_OFFSETS = "leave offsets out if there is one reward per token"
 
 
 class TokenKL(NamedTuple):
     """Per-token KL in nats and the penalised reward, both in the form of the log-probs.
 
-    The reward is ``None`` where none was given.
+    The reward is ``None`` if none was passed.
     """
 
     kl: Tensor
@@ -43,7 +43,7 @@ def token_kl(
 
     With ``d = ref_log_probs - log_probs`` the estimators are k1 :math:`-d`, k2 :math:`d^2/2`,
     k3 :math:`e^d - 1 - d` and abs :math:`|d|` (Schulman, "Approximating KL divergence", 2020).
-    Given ``reward``, the same pass computes ``reward - coeff * kl``.
+    With ``reward``, the same pass computes ``reward - coeff * kl``.
 
     Args:
         log_probs: float log-probs of the policy in nats: a tensor of any shape, such as ``[N]`` or
@@ -51,27 +51,26 @@ def token_kl(
         ref_log_probs: the reference's, in the same form.
         mask: bool in the same form; ``None`` keeps all. A dropped token has KL exactly 0, keeps its
             reward, and its log-probs are not read.
-        offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends:
-            they say that the reward is one a sequence.
+        offsets: int64 ``[B + 1]``, where each sequence of packed ``[N]`` values starts and ends;
+            with them, ``reward`` is one per sequence.
         estimator: ``"k1"``, ``"k2"``, ``"k3"`` or ``"abs"``.
-        reward: in the form of the log-probs, one a token; or ``[B]``, one a sequence, beside packed
-            values with ``offsets``, padded ``[B, T]`` or nested ones.
+        reward: in the form of the log-probs, one per token; or ``[B]``, one per sequence, with
+            packed values and ``offsets``, padded ``[B, T]`` or nested values.
         coeff: weight of the KL in the reward, from -1e30 to 1e30. Pass a 0-dim tensor, on the CPU
-            or beside the log-probs, to vary it under ``torch.compile`` without a recompile. No
-            gradient flows to it.
-        nan: ``"propagate"`` a NaN, or take it as ``"missing"``: the KL then is 0 where either
-            log-prob is NaN.
-        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
-            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
+            or the device of the log-probs, to vary it under ``torch.compile`` without a recompile.
+            No gradient flows to it.
+        nan: ``"propagate"`` a NaN, or treat it as ``"missing"``: the KL is 0 if either log-prob is
+            NaN.
+        impl: ``"auto"`` uses the device's compiled kernel, or falls back to plain torch; ``"cpu"``
+            and ``"cuda"`` require the kernel, ``"reference"`` uses plain torch.
 
     Returns:
         :class:`TokenKL`, in the form and the dtype of ``log_probs``.
 
     Raises:
-        TypeError: arguments of other kinds or dtypes.
-        ValueError: shapes, devices and offsets that do not fit, or a coeff out of range, which is
-            not checked in a compiled graph, nor on the GPU.
-        NotImplementedError: a forward-mode tangent, which only ``impl="reference"`` takes.
+        TypeError, ValueError: an argument of the wrong kind or value, or that does not fit the
+            others. The range of ``coeff`` is not checked in a compiled graph or on the GPU.
+        NotImplementedError: forward-mode differentiation without ``impl="reference"``.
 
     Example:
         >>> import torch
@@ -97,15 +96,15 @@ def token_kl(
     _dispatch.check_mask(mask, log_probs.shape, log_probs.device, like)
     if offsets is not None and log_probs.dim() != 1:
         raise ValueError(
-            f"offsets: expected packed log_probs [N] beside it, got {tuple(log_probs.shape)}; "
-            "leave it out, or flatten what has no padding"
+            f"offsets: expected packed log_probs [N] with it, got {tuple(log_probs.shape)}; "
+            "leave it out, or flatten log_probs without padding"
         )
     _dispatch.check_offsets(offsets, log_probs.numel(), log_probs.device)
     dtype = work = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
     if reward is not None:
         nested = getattr(reward, "is_nested", False)
         one_each = batch.companion("reward", reward) if nested else reward
-        reward = _of_tokens(one_each, log_probs, None if nested else offsets)
+        reward = _reward_of_tokens(one_each, log_probs, None if nested else offsets)
         work = torch.promote_types(dtype, reward.dtype)
         reward = _contiguous(reward, work)
     log_probs, ref_log_probs = _contiguous(log_probs, work), _contiguous(ref_log_probs, work)
@@ -127,12 +126,12 @@ def token_kl(
 
 
 def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Asking first is cheaper than a conversion that has nothing to do.
+    # Comparing dtypes first is cheaper than a conversion that changes nothing.
     return (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous()
 
 
-def _of_tokens(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
-    """``reward`` shaped like the log-probs, for which one a sequence is repeated."""
+def _reward_of_tokens(reward: Tensor, log_probs: Tensor, offsets: Tensor | None) -> Tensor:
+    """``reward`` shaped like the log-probs; one per sequence is repeated."""
     _dispatch.check_tensor("reward", reward, like=" like log_probs")
     _dispatch.check_floating("reward", reward)
     like = " like log_probs"
@@ -166,11 +165,11 @@ class _Autograd(torch.autograd.Function):
         if (of_policy or of_reference) and not (grad_kl is None and grad_reward is None):
             *columns, coeff = ctx.saved_tensors
             columns = grad_kl, grad_reward, *columns
-            # Asking first is cheaper than a copy of nothing.
+            # Checking first is cheaper than a call of contiguous() that copies nothing.
             given = [x if x is None or x.is_contiguous() else x.contiguous() for x in columns]
             backward = torch.ops.fusedrl.token_kl_backward.default
             grad = backward(*given, coeff, ctx.estimator, ctx.missing)
-            # Every estimator depends on ref - log_probs only, hence the opposite signs.
+            # Every estimator depends only on ref - log_probs, hence the opposite signs.
             grad_ref = -grad if of_reference else None
         return grad, grad_ref, None, grad_reward, None, None, None
 

@@ -1,4 +1,4 @@
-"""The definition of ``token_kl`` in plain torch: what kernels are tested against."""
+"""Reference implementation of ``token_kl`` in plain torch, which kernels are tested against."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor
         return d * d / 2
     if estimator == "k3":
         series = d * d / 2 * (1 + d / 3 * (1 + d / 4 * (1 + d / 5)))
-        # Infinity is the limit, where the difference of two infinities would be NaN.
+        # inf is the limit at inf, where inf - inf would be NaN.
         far = torch.where(d == torch.inf, d, torch.expm1(d) - d)
         return torch.where(d.abs() < 1e-3, series, far)
     return d.abs()
@@ -32,7 +32,7 @@ def token_kl(
 ) -> tuple[Tensor, Tensor | None]:
     """KL of every kept token (0 elsewhere) and, with ``reward``, ``reward - coeff * kl``.
 
-    Computes in float32 (float64 for float64 inputs) and answers in the inputs' dtypes.
+    Computes in float32 (float64 for float64 inputs) and returns the dtypes of the inputs.
     """
     out_dtype = torch.promote_types(log_probs.dtype, ref_log_probs.dtype)
     dtype = torch.float64 if out_dtype == torch.float64 else torch.float32
@@ -40,7 +40,7 @@ def token_kl(
     drop = torch.zeros_like(p, dtype=torch.bool) if mask is None else ~mask
     if nan_missing:
         drop = drop | p.isnan() | q.isnan()
-    # Replaced before the formula: a NaN dropped here must reach neither result nor gradient.
+    # Filled before the formula: a dropped NaN must reach neither the result nor the gradient.
     kl = estimate(p.masked_fill(drop, 0), q.masked_fill(drop, 0), estimator)
     if reward is None:
         return kl.to(out_dtype), None

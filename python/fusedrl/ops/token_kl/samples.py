@@ -1,4 +1,4 @@
-"""``token_kl`` of a list of samples, one tensor each, in one call."""
+"""``token_kl`` of a list of samples in one call."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def kl_of_samples(
     *,
     coeff: float | Tensor,
 ) -> tuple[list[Tensor], list[Tensor] | None]:
-    """:func:`kl_and_reward` of each sample; the answers are views of one buffer.
+    """:func:`kl_and_reward` of each sample; the results are views of one buffer.
 
     Raises:
-        ValueError: a sample has columns of other shapes than its log-probs.
+        ValueError: a column of a sample does not have the shape of its log-probs.
     """
-    found = None if mask is not None else _in_place(log_probs, ref_log_probs, reward, coeff)
+    found = None if mask is not None else _without_packing(log_probs, ref_log_probs, reward, coeff)
     if found is None:
         shapes = [x.shape for x in log_probs]
         columns: list[Any] = [log_probs, ref_log_probs, None, mask]
         for name, column in (("ref_log_probs", ref_log_probs), ("mask", mask)):
-            given = log_probs if column is None else column
-            for i, (x, y) in enumerate(zip(shapes, given, strict=True)):
+            tensors = log_probs if column is None else column
+            for i, (x, y) in enumerate(zip(shapes, tensors, strict=True)):
                 if x != y.shape:
                     raise ValueError(
                         f"{name}: sample {i}: expected shape {tuple(x)} as in log_probs, got "
@@ -49,7 +49,7 @@ def kl_of_samples(
             packed[2] = _packed_rewards(log_probs, reward, lengths)
         found = *kl_and_reward(*packed, coeff=coeff), lengths
     kl, penalised, lengths = found
-    # Without a gradient graph nothing has to track the views, which makes them a fifth cheaper.
+    # Without a gradient, autograd need not track the views, which makes them a fifth cheaper.
     split = torch.split_with_sizes if kl.requires_grad else torch.unsafe_split_with_sizes
     return list(split(kl, lengths)), None if penalised is None else list(split(penalised, lengths))
 
@@ -62,22 +62,21 @@ def kl_and_reward(
     *,
     coeff: float | Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """The k1 of tokens ``[...]``, to which a NaN is missing, and ``reward - coeff * kl``.
+    """The k1 estimate of tokens ``[...]``, 0 for a NaN, and ``reward - coeff * kl``.
 
-    A reward ``[..., columns]`` may have 1 in place of a size of the log-probs, and is repeated
-    there: torchrl's rewards are ``[T, 1]`` or ``[1, 1]`` for a sample. The penalised one has the
-    size of the log-probs.
+    A reward ``[..., columns]`` is broadcast to the log-probs: torchrl's rewards are ``[T, 1]`` or
+    ``[1, 1]`` for a sample.
     """
     columns = log_probs, ref_log_probs, mask
     if reward is None:
         return token_kl(*columns, nan="missing")
-    reward = _spread("reward", log_probs, reward)
+    reward = _broadcast_reward("reward", log_probs, reward)
     if not reward.is_floating_point():
         reward = reward.to(log_probs.dtype)
     if reward.shape[-1] == 1:
-        one = reward.squeeze(-1)
-        kl, left = token_kl(*columns, reward=one, coeff=coeff, nan="missing")
-        return kl, None if left is None else left.unsqueeze(-1)
+        column = reward.squeeze(-1)
+        kl, penalised = token_kl(*columns, reward=column, coeff=coeff, nan="missing")
+        return kl, None if penalised is None else penalised.unsqueeze(-1)
     kl = token_kl(*columns, nan="missing").kl
     return kl, reward - coeff * kl.unsqueeze(-1)
 
@@ -85,7 +84,7 @@ def kl_and_reward(
 def _packed_rewards(
     log_probs: Sequence[Tensor], reward: Sequence[Tensor], lengths: list[int]
 ) -> Tensor:
-    # With hundreds of short samples the calls for each of them take the time.
+    # With hundreds of short samples, one call per sample would dominate the time.
     sizes = [r.shape[:-1] for r in reward]
     if sizes == [(n,) for n in lengths]:
         return torch.cat(list(reward))
@@ -93,30 +92,30 @@ def _packed_rewards(
         repeats = torch.tensor(lengths, device=reward[0].device)
         return torch.cat(list(reward)).repeat_interleave(repeats, 0, output_size=sum(lengths))
     pairs = enumerate(zip(log_probs, reward, strict=True))
-    return torch.cat([_spread(f"reward: sample {i}", x, r) for i, (x, r) in pairs])
+    return torch.cat([_broadcast_reward(f"reward: sample {i}", x, r) for i, (x, r) in pairs])
 
 
-def _spread(name: str, log_probs: Tensor, reward: Tensor) -> Tensor:
+def _broadcast_reward(name: str, log_probs: Tensor, reward: Tensor) -> Tensor:
     if reward.dim() != log_probs.dim() + 1:
         raise ValueError(
-            f"{name}: expected one dimension more than the log-probs, {(*log_probs.shape, 1)}, got "
+            f"{name}: expected one more dimension than the log-probs, {(*log_probs.shape, 1)}, got "
             f"{tuple(reward.shape)}; add it with .unsqueeze(-1)"
         )
     return reward.expand(*log_probs.shape, reward.shape[-1])
 
 
-def _in_place(
+def _without_packing(
     log_probs: Any, ref_log_probs: Any, reward: Any, coeff: float | Tensor
 ) -> tuple[Tensor, Tensor | None, list[int]] | None:
-    """The answers of samples ``[T]`` with rewards ``[T, 1]``, read where they lie, and the lengths.
+    """Results and lengths of samples ``[T]`` with rewards ``[T, 1]``, read without packing them.
 
-    Packing the samples first would take fresh memory for every column, and the calls of torch more
-    time than their tokens. ``None`` for what does not fit, differs in dtype, is not contiguous, not
-    on the CPU, of a subclass, inside a transform or a mode, and where a gradient is recorded.
+    Packing allocates memory for every column, and its torch calls take more time than the kernel.
+    ``None`` if this is not possible: other shapes or devices, mixed dtypes, tensors that are not
+    contiguous or of a subclass, a torch transform or mode, or a recorded gradient.
     """
     if not log_probs or type(log_probs[0]) is not Tensor or not log_probs[0].is_cpu:
         return None
-    # What is transformed has no memory of its own; a trace would keep the results as constants.
+    # Transformed tensors have no storage; a trace would record the results as constants.
     if torch.compiler.is_compiling() or in_trace_of_jit() or in_dispatch_mode():
         return None
     if transform_level() or in_forward_mode() or (kernels := _kernels()) is None:
@@ -133,7 +132,7 @@ def _in_place(
 
 @cache
 def _kernels() -> Any:
-    """What computes on samples where they lie; ``None`` where it cannot find tensors' memory."""
+    """Torch-free bindings of the kernel; ``None`` if torch has no DLPack exchange API."""
     functions = getattr(Tensor, _EXCHANGE, None)
     if functions is None or native.load_error("_C") is not None:
         return None

@@ -1,4 +1,4 @@
-"""Log-probability of each token under its logits, in one pass and without a log_softmax."""
+"""Log-prob of each token from its logits, in one pass and without a log_softmax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TokenLogProbs", "token_log_probs"]
 class TokenLogProbs(NamedTuple):
     """Log-probabilities and entropies of tokens, in nats and float32, shaped like the tokens.
 
-    The entropy is ``None`` where it was not asked for.
+    The entropy is ``None`` unless requested.
     """
 
     log_probs: Tensor
@@ -38,42 +38,40 @@ def token_log_probs(
 
     With ``z = logits / temperature``, the log-prob of token y is
     :math:`z_{y} - \log\sum_v e^{z_v}`. The op reads every kept row once, accumulates in float32 and
-    keeps nothing of the size of the logits. The gradient has the dtype of the logits; the backward
-    pass computes the softmax again.
+    stores nothing of the size of the logits. The gradient has the dtype of the logits; the backward
+    pass recomputes the softmax.
 
     Args:
         logits: ``[N, V]`` packed, ``[B, T, V]`` padded, or jagged ``[B, j, V]``; float32, bfloat16
             or float16 (float64 runs through the reference). Dimension V must have stride 1,
             otherwise it is copied; other strides are free.
-        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; values in ``[0, V)``
-            wherever they are read.
+        tokens: integer class of each token, ``[N]``, ``[B, T]`` or jagged; in ``[0, V)`` for kept
+            tokens.
         mask: bool, shaped like ``tokens``; ``None`` keeps all. A dropped token has log-prob exactly
-            0, and neither its logits nor its value is read.
+            0, and neither its logits nor its class is read.
         offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
-        shift: token *i* reads logits row *i - 1* of its own sequence, as causal models predict; the
-            first token of every sequence has log-prob 0. Packed logits then need ``offsets``.
-            Without it token *i* reads logits row *i*.
-        temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor, on the CPU or beside
-            the logits, may change under ``torch.compile`` without a recompile. No gradient flows to
-            it.
+        shift: token *i* reads logits row *i - 1* of its sequence, as causal models predict, instead
+            of row *i*; the first token of every sequence has log-prob 0. Packed logits then need
+            ``offsets``.
+        temperature: divisor of the logits, from 1e-30 to 1e30. A 0-dim tensor, on the CPU or the
+            device of the logits, may change under ``torch.compile`` without a recompile. No
+            gradient flows to it.
         entropy: also compute the entropy :math:`-\sum_v p_v \log p_v` of each kept row, with
             gradient.
-        impl: ``"auto"`` takes the device's compiled kernel, or plain torch where there is none;
-            ``"cpu"`` and ``"cuda"`` insist on the kernel, ``"reference"`` on plain torch.
+        impl: ``"auto"`` uses the device's compiled kernel, or falls back to plain torch; ``"cpu"``
+            and ``"cuda"`` require the kernel, ``"reference"`` uses plain torch.
 
     Returns:
         :class:`TokenLogProbs`, whose float32 tensors are shaped like ``tokens``, jagged for jagged
         input.
 
     Raises:
-        TypeError: a mask that is not bool, logits that are not floating point, a sparse tensor, a
-            temperature that is no real number.
-        ValueError: shapes, devices or offsets that do not fit; a temperature out of range.
-        RuntimeError: a kept token outside ``[0, V)``; in a compiled graph, or where it is a tensor
-            on the GPU, also a temperature that is not finite and positive. On CUDA both are
-            device-side asserts.
-        NotImplementedError: logits with a forward-mode tangent, or inside a transform of
-            ``torch.func`` that records a gradient; ``impl="reference"`` takes both.
+        TypeError, ValueError: an argument of the wrong kind or value, or that does not fit the
+            others.
+        RuntimeError: a kept token outside ``[0, V)``; an invalid temperature in a compiled graph or
+            on the GPU. On CUDA both are device-side asserts.
+        NotImplementedError: forward-mode differentiation, or a gradient under a transform of
+            ``torch.func``, without ``impl="reference"``.
 
     Example:
         >>> import torch
@@ -81,7 +79,7 @@ def token_log_probs(
         >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0986123]])
         >>> token_log_probs(logits, torch.tensor([0, 1])).log_probs.exp()
         tensor([0.5000, 0.7500])
-        >>> # Two packed sequences of one token each: with shift, a first token has no prediction.
+        >>> # Two packed sequences of one token each: with shift, nothing predicts a first token.
         >>> offsets = torch.tensor([0, 1, 2])
         >>> token_log_probs(logits, torch.tensor([0, 1]), offsets=offsets, shift=True).log_probs
         tensor([0., 0.])
@@ -117,7 +115,7 @@ def token_log_probs(
 def normalizers(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Each row's ``largest`` logit and ``log(sum(exp((logits - largest) / temperature)))``.
 
-    Both are ``[..., 1]``, without a gradient; they make log-probs of any class by a subtraction.
+    Both are ``[..., 1]``, without a gradient; subtracted from a logit, they give its log-prob.
     """
     rows = _rows.with_unit_stride(logits.detach().reshape(-1, logits.shape[-1]))
     _rows.check_rows("logits", rows, None, False)

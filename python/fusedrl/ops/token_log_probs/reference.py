@@ -1,4 +1,4 @@
-"""The definition of ``token_log_probs`` in plain torch: what kernels are tested against."""
+"""Reference implementation of ``token_log_probs`` in plain torch, to test kernels against."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from fusedrl.ops._dispatch import result_dtype
 
 
 def rows_of_tokens(tokens: Tensor, offsets: Tensor | None, shift: bool) -> tuple[Tensor, Tensor]:
-    """Flat logits row that predicts each flat token, and whether there is one.
+    """The flat row that each flat token reads, and whether it reads one.
 
-    Without ``shift`` token *n* reads row *n*. With it, token *n* reads row *n - 1*, and the first
-    token of every sequence (a row of ``tokens``, or a span of ``offsets``) has none.
+    Without ``shift``, token *n* reads row *n*. With it, token *n* reads row *n - 1*, and the first
+    token of every sequence (a row of ``tokens``, or a span of ``offsets``) reads none.
     """
     count = tokens.numel()
     rows = torch.arange(count, device=tokens.device)
     present = torch.ones(count + 1, dtype=torch.bool, device=tokens.device)
     if shift:
-        # The last place is for empty sequences behind the last token.
+        # The last element is for empty sequences after the last token.
         if offsets is not None:
             first = offsets[:-1]
         else:
             first = torch.arange(0, count, max(tokens.shape[-1], 1), device=tokens.device)
-        # An assignment by index would copy its value from the host, and wait for the device.
+        # An indexed assignment would copy its value from the host and synchronise.
         present.index_fill_(0, first.to(torch.int64), False)
         rows = rows - 1
     return rows, present[:-1]
 
 
 def place_of(token: int, shape: torch.Size) -> str:
-    """The place of a flat token among tokens of this shape, in words, for an error about it."""
+    """The position of a flat token among tokens of this shape, for an error message."""
     if len(shape) == 1:
         return f"token {token}"
     return "row {}, column {}".format(*divmod(token, shape[-1]))
@@ -39,18 +39,18 @@ def place_of(token: int, shape: torch.Size) -> str:
 def check_targets(targets: Tensor, kept: Tensor, shape: torch.Size, classes: int) -> None:
     """Refuse a target outside the classes.
 
-    They are the targets of the flat tokens ``kept``; ``shape`` is that of all tokens.
+    ``targets`` are those of the flat tokens ``kept``; ``shape`` is that of all tokens.
     """
     if torch.compiler.is_compiling():
-        return  # gather then checks them itself
+        return  # gather checks them then
     outside = ((targets < 0) | (targets >= classes)).nonzero()
     if len(outside):
         target = int(targets[outside[0]])
-        # An id below 0 stands for no token; one behind the last is of another tokenizer.
-        other = ", or make the tokens with the tokenizer of this model" if target >= 0 else ""
+        # A negative id is padding; one beyond the vocabulary comes from another tokenizer.
+        remedy = ", or make the tokens with the tokenizer of this model" if target >= 0 else ""
         raise RuntimeError(
             f"tokens: expected values in [0, {classes}), got {target} at "
-            f"{place_of(int(kept[outside[0]]), shape)}; leave it out with mask{other}"
+            f"{place_of(int(kept[outside[0]]), shape)}; leave it out with mask{remedy}"
         )
 
 
@@ -63,9 +63,9 @@ def token_log_probs(
     temperature: Tensor,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gather the log-probs from a ``log_softmax`` over the kept rows; they are 0 elsewhere.
+    """Log-probs gathered from a ``log_softmax`` over the kept rows; 0 for other tokens.
 
-    Computes in float32 (float64 for float64 logits) and differentiates through torch's autograd.
+    Computes in float32 (float64 for float64 logits); differentiable.
     """
     rows, keep = rows_of_tokens(tokens, offsets, shift)
     if mask is not None:
