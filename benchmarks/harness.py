@@ -77,9 +77,9 @@ def cases_of(
     """
     name = module.__name__.rpartition("bench_")[2]
     if absent := getattr(module, "NEEDS", set()) - usable:
-        yield Skipped(name, f"needs {' and '.join(sorted(absent))}: not usable here")
+        yield Skipped(name, f"needs {' and '.join(sorted(absent))}, which cannot be used here")
     elif device not in (devices := getattr(module, "DEVICES", {device})):
-        yield Skipped(name, f"is measured with --device {' or '.join(sorted(devices))}")
+        yield Skipped(name, f"needs --device {' or '.join(sorted(devices))}")
     else:
         seen = set()
         for case in module.cases(device, quick, usable):

@@ -45,7 +45,7 @@ def _why_absent(name: str, device: str, third_party: bool) -> str | None:
     if name in THIRD_PARTY and device != "cuda":
         return f"its Triton kernels need a CUDA device, and this run is on {device}"
     if name in THIRD_PARTY and not third_party:
-        return "not asked for: add --peers"
+        return "not selected: add --peers"
     return None
 
 

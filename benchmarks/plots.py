@@ -54,10 +54,10 @@ _STYLE = {
     "font.size": 9,
 }
 
-_TITLE = "How many times faster than torchrl, TRL and plain torch"
+_TITLE = "Speed-up over torchrl, TRL and plain torch"
 _LEGEND = (
-    "A bar is the median of the ratios of adjacent repetitions. At the right: median times, "
-    "theirs → ours, and memory where much is saved"
+    "Bars: median of the ratios of interleaved repetitions. Right: median time, baseline → "
+    "fusedrl, and peak memory above the inputs if the difference is large"
 )
 _WIDTH = 5.2  # inches: on a phone, whose pages are 4 wide, text keeps three quarters of its size
 
@@ -147,7 +147,7 @@ def _speedups(rows: list[Row], palette: Palette, title: str | None) -> plt.Figur
     bars = [
         Bar(
             "" if title else row.op,
-            f"{row.setting}, over {row.contender}",
+            f"{row.setting}, vs. {row.contender}",
             row.speedup or 0.0,
             goal=row.goal,
         )
@@ -157,7 +157,7 @@ def _speedups(rows: list[Row], palette: Palette, title: str | None) -> plt.Figur
     axes.set_xscale("log")
     speedups = [1.0, *(bar.speedup for bar in bars)]
     axes.set_xlim(0.8 * min(speedups), 2 * max(speedups))
-    axes.set_xlabel("speed-up of fusedrl (medians of interleaved repetitions)", size=8)
+    axes.set_xlabel("speed-up of fusedrl (median of interleaved repetitions)", size=8)
     return figure
 
 

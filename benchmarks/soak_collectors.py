@@ -1,4 +1,4 @@
-"""Whether a collector's memory, descriptors and speed stay as they are over many turns.
+"""Check that memory, file descriptors and speed of collectors stay constant over many turns.
 
 ``python -m benchmarks.soak_collectors --turns 100000 --out soak.json`` prints a line at each of ten
 points, and whether the last are like the first. Versions are published all the time, and turns are

@@ -1,4 +1,4 @@
-"""GRPO on ranks that share a policy by FSDP2, while a worker of the first rank makes the answers.
+"""GRPO with a policy sharded by FSDP2, while a worker of the first rank generates rollouts.
 
 ``torchrun --nproc-per-node 2 fsdp2_grpo.py`` runs it on two ranks; ``python fsdp2_grpo.py`` too.
 """
@@ -24,15 +24,15 @@ from fusedrl import AsyncCollector, GRPOLoss, LLMCollector, RetrieveLogProb, Wei
 from fusedrl.demo import dialogs
 from fusedrl.demo.models import make_model, make_tokenizer  # tiny, not trained
 
-# The number of answers to a question, which the ranks share.
+# GROUP: answers to a question, distributed over the ranks.
 GROUP, BATCHES = 8, 4
 
 
 def batches_of(channel: WeightChannel, tokenizer: Any) -> Generator[TensorDictBase, None, None]:
-    """Answers with their advantages, made with the newest weights of the channel."""
+    """Answers with advantages, generated with the newest weights of the channel."""
 
     def make_policy() -> Any:
-        """Called in the worker, whose model is whole."""
+        """Called in the worker, where the model is not sharded."""
         sampling = {"max_new_tokens": 16, "do_sample": True}
         model = make_model(len(tokenizer))
         return TransformersWrapper(model, tokenizer=tokenizer, generate_kwargs=sampling)
@@ -57,7 +57,7 @@ def batches_of(channel: WeightChannel, tokenizer: Any) -> Generator[TensorDictBa
 
 
 def part_of(batch: TensorDictBase | None) -> TensorDictBase:
-    """This rank's answers of a batch that the first rank has."""
+    """This rank's share of a batch of the first rank."""
     parts: list[Any] = [None] * dist.get_world_size()
     if batch is not None:
         parts = [lazy_stack(batch.unbind(0)[i :: len(parts)]) for i in range(len(parts))]
@@ -71,7 +71,7 @@ def train() -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     tokenizer = make_tokenizer(["2 + 2? It is 4."])
-    torch.manual_seed(0)  # ranks begin with one model
+    torch.manual_seed(0)  # equal initial weights on all ranks
     model = make_model(len(tokenizer)).to(device)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -88,13 +88,13 @@ def train() -> None:
         actor,
         entropy_bonus=False,
         masking_strategy="rlhf",
-        average_tokens_across_devices=True,  # the ranks have other numbers of tokens
+        average_tokens_across_devices=True,  # ranks have different numbers of tokens
     )
-    # The trainer scores the answers before it learns from them.
+    # The trainer computes the log-probs of the answers before the update.
     loss_of.set_keys(sample_log_prob=("next", "log_probs", "full"))
     score = RetrieveLogProb(actor)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # Every rank creates the channel and publishes. The first one has the memory.
+    # Every rank calls create() and publish(); the memory is in the first rank.
     with WeightChannel.create(model) as channel:
         channel.publish()
         batches = batches_of(channel, tokenizer) if channel.holds else None
@@ -116,7 +116,7 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    # These are torch's and torchrl's own.
+    # Warnings of torch and torchrl.
     warnings.filterwarnings("ignore")
     if "RANK" in os.environ:
         train()

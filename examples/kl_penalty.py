@@ -1,6 +1,6 @@
-"""A torchrl collector whose rewards pay for the policy's drift from its reference.
+"""A torchrl collector whose rewards include a KL penalty.
 
-Two tiny models made on the spot stand in for yours: give ``wrapper`` your own model and tokenizer.
+Two tiny untrained models stand in for yours: change ``wrapper`` to use your model and tokenizer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ QUESTIONS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"]
 
 
 class ShortAnswers(Transform):
-    """A reward of 1 for every answer, less a hundredth for every character of it."""
+    """The reward of an answer is 1 minus 0.01 for each character."""
 
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
         answers = tensordict["text"].response
@@ -37,8 +37,8 @@ class ShortAnswers(Transform):
 
 
 def main() -> None:
-    """Two batches of answers, with the KL of each and what it leaves of the reward."""
-    # These are torch's and torchrl's own.
+    """Collect two batches; print the KL and the penalised reward of each answer."""
+    # Warnings of torch and torchrl.
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     tokenizer = make_tokenizer(QUESTIONS)

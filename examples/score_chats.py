@@ -1,6 +1,6 @@
-"""Score conversations from Python and ask the tables which tokens moved most.
+"""Score conversations from Python, and print the tokens with the largest KL.
 
-Needs `pip install "fusedrl[score]"`; takes some seconds, most of them to make the two models.
+Needs `pip install "fusedrl[score]"`; runs in seconds, mostly to train the two tiny models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fusedrl.scoring import score_chats
 
 with tempfile.TemporaryDirectory() as folder:
     policy, reference, out = (Path(folder) / name for name in ("policy", "reference", "out"))
-    # Any two chat models that share a tokenizer do.
+    # Replace these with any two chat models that share a tokenizer.
     make_reference(reference, steps=20)
     make_reference(policy, steps=25)
     summary = score_chats(CHATS, str(policy), str(reference), out)

@@ -1,4 +1,4 @@
-"""Per-token KL of a padded batch, and the reward it penalises, with the two ops alone."""
+"""Per-token KL and penalised reward of a padded batch, with two ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusedrl import token_kl, token_log_probs
 torch.manual_seed(0)
 batch, length, vocabulary = 2, 6, 1000
 tokens = torch.randint(vocabulary, (batch, length))
-# Prompt of two tokens; the second answer is one token shorter than the first.
+# A prompt of two tokens; the second answer is one token shorter than the first.
 mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]], dtype=torch.bool)
 reference_logits = torch.randn(batch, length, vocabulary)
 policy_logits = (reference_logits + 0.3 * torch.randn_like(reference_logits)).requires_grad_()

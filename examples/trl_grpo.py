@@ -1,7 +1,7 @@
-"""GRPO with TRL, by TRL's own functions or, with ``--patched``, by the fused ones.
+"""GRPO with TRL, with TRL's functions or, with ``--patched``, the fused ones.
 
 ``python trl_grpo.py`` makes a small model, trains it to give short answers, and prints the KL of
-each step, the median time of a step, and the memory that training took above the models.
+each step, the median time of a step, and the peak memory of training above the models.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PROMPTS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"] * 
 
 
 def short_answers(completions: list[str], **_: Any) -> list[float]:
-    """One reward for each answer."""
+    """A reward for each answer."""
     return [1 - len(text) / 100 for text in completions]
 
 
 def peak_mib() -> float:
-    # Linux counts in KiB.
+    # KiB on Linux.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -49,17 +49,17 @@ def train(folder: Path, steps: int, length: int, classes: int) -> None:
             per_device_train_batch_size=8,
             num_generations=8,
             max_completion_length=length,
-            # Answers are generated once for four steps, so that the median is of a step without.
+            # Generate once for four steps, so that the median step does not generate.
             num_iterations=4,
             learning_rate=1e-3,
-            # The weight of the KL to the reference.
+            # Weight of the KL to the reference.
             beta=0.1,
             logging_steps=1,
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
             seed=0,
-            # Leave these two out on a GPU.
+            # Remove these two on a GPU.
             use_cpu=True,
             bf16=False,
         ),
@@ -79,7 +79,7 @@ if __name__ == "__main__":
     parser.add_argument("--patched", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--length", type=int, default=48, help="tokens of an answer")
-    parser.add_argument("--classes", type=int, default=32000, help="of the vocabulary")
+    parser.add_argument("--classes", type=int, default=32000, help="vocabulary size")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""GRPO with vLLM: it generates in bfloat16 while a float32 trainer publishes to a weight channel.
+"""GRPO with vLLM, which generates in bfloat16; a float32 trainer publishes to a weight channel.
 
-A tiny model made on the spot stands in for yours, and learns in a minute to answer in vowels.
-``python vllm_grpo.py 2`` stops after two updates. Every token names the weights that made it, and
-the loss corrects for the other precision of the engine.
+A tiny untrained model stands in for yours, and learns in a minute to answer in vowels.
+``python vllm_grpo.py 2`` stops after two updates. Every token has the version of the weights that
+generated it, and the loss corrects for the precision of the engine.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fusedrl import (
 from fusedrl.vllm import EngineWeights
 
 QUESTIONS = ["How are you?", "What is 2 + 2?", "Name a colour.", "Is it late?"]
-# The number of answers to a question.
+# Number of answers to a question.
 GROUP = 16
-# The length of an answer.
+# Number of tokens of an answer.
 TOKENS = 12
 PAD = 0
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a character."""
+    """A tokenizer with one token for each character."""
     characters = ["<pad>", "<eos>", *string.ascii_letters, *string.digits, *" \n?+."]
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, "<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -44,14 +44,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: str) -> Any:
-    """A model and its tokenizer, saved where the engine reads them."""
+    """An untrained model; it is saved with its tokenizer for the engine."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        # Heads of 32 are the smallest that vLLM has.
+        # vLLM needs a head size of at least 32.
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=128,
@@ -65,12 +65,12 @@ def make_model(folder: str) -> Any:
 
 
 def reward(text: str) -> float:
-    """The share of vowels in an answer."""
+    """The fraction of vowels in an answer."""
     return sum(c in "aeiou" for c in text) / TOKENS
 
 
 def step(model: Any, optimizer: Any, rollouts: list[Any]) -> tuple[float, float]:
-    """One update; the mean reward, and how far the engine's log-probs are from the trainer's."""
+    """One update; returns the mean reward and the log-prob difference of engine and trainer."""
     answers = [answer for rollout in rollouts for answer in rollout.outputs]
     prompts = [rollout.prompt_token_ids for rollout in rollouts for _ in rollout.outputs]
     length = max(map(len, prompts)) + TOKENS
@@ -109,7 +109,7 @@ def step(model: Any, optimizer: Any, rollouts: list[Any]) -> tuple[float, float]
 
 
 def main(updates: int) -> None:
-    """Generate, train, publish: each update is one version of the weights."""
+    """Generate, train and publish; each update is one version of the weights."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(folder)

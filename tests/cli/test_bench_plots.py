@@ -65,7 +65,7 @@ def test_a_stored_file_is_drawn_for_light_and_for_dark_pages(tmp_path, capsys):
     assert shown == texts(tmp_path / "plots" / "comparison-dark.svg")
     assert "6.0x" in shown
     assert "60 ms → 10 ms,  900 MiB → 2 MiB" in shown
-    assert "Rewards with a KL penalty, from log-probs" in shown
+    assert "KL-penalised rewards from log-probs" in shown
     assert "A CPU with AVX2, 2 threads, torch 9.1, torchrl 8.2" in " ".join(shown)
     assert "wrote 4 plots" in capsys.readouterr().out
 
@@ -83,7 +83,7 @@ def test_a_setting_with_a_wrong_answer_of_ours_is_not_drawn(tmp_path):
 def test_of_several_settings_that_in_which_the_rival_takes_longest_is_shown():
     measured = rows("8 samples, lazy stack", (30.0, 10.0)) + rows("64 samples, lazy stack")
     (shown,) = headlines.comparisons(reversed(measured))
-    assert shown.detail.startswith("over torchrl's KLComputation: 64 samples")
+    assert shown.detail.startswith("vs. torchrl's KLComputation: 64 samples")
     assert shown.speedup == 6.0
 
 

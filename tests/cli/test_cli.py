@@ -41,7 +41,7 @@ def test_without_arguments_it_says_what_to_do_next(capsys):
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     assert all(f"\n    {command} " in out for command in COMMANDS)
-    assert "Begin with `fusedrl demo`" in out
+    assert "Start with `fusedrl demo`" in out
 
 
 @pytest.mark.heavy

@@ -180,7 +180,7 @@ SPLIT = CHATML.replace("message.content + '<|im", "message.content.split('</thin
 def test_reasoning_that_a_template_leaves_out_is_missed(tokenizer, render, key):
     chat = make_chat(*TWO)
     chat.messages[3][key] = "<think>hm</think>d"
-    with pytest.raises(ChatError, match=rf"messages\[3\]: .* leaves out a part of its {key}"):
+    with pytest.raises(ChatError, match=rf"messages\[3\]: .* does not render all of its {key}"):
         tokenize_chat(chat, tokenizer, render(SPLIT))
     whole = "{%- set said = (message.reasoning_content or '') + message.content -%}GENERATION"
     keeps = CHATML.replace("GENERATION{{ message.content", whole + "{{ said")
@@ -243,15 +243,15 @@ REFUSED = {
     "markers around users": (
         with_markers(CHATML).replace("== 'assistant'", "in ('assistant', 'user')"),
         [("user", "b"), ("assistant", "c")],
-        "marks 3 generations for 1 assistant turns",
+        "marks 3 blocks for 1 assistant turns",
     ),
     "markers around the end alone": (
         CHATML.replace("GENERATION{{ message.content + '<|im_end|>' }}END", MARKED_END),
         [("assistant", "b")],
-        "leaves out a part of its content",
+        "does not render all of its content",
     ),
-    "no assistant": (USERS, [("assistant", "b")], "leaves out a part of its content"),
-    "no assistant who says nothing": (USERS, [("assistant", "")], "no token to score"),
+    "no assistant": (USERS, [("assistant", "b")], "does not render all of its content"),
+    "no assistant who says nothing": (USERS, [("assistant", "")], "no tokens to score"),
 }
 
 

@@ -62,7 +62,7 @@ def test_the_build_of_vllm_for_cpus_has_another_name(machine):
 def test_a_package_that_is_too_old_or_too_new_is_missing_too(machine, version):
     machine["vllm"] = version
     found = info.missing()["vllm"]
-    assert f"{version} is installed, >=0.31,<0.33 is tested; needed for " in found
+    assert f"{version} is installed, tested with >=0.31,<0.33; needed for " in found
     machine["vllm"] = "0.32.1+cpu"
     assert info.missing() == {}
 

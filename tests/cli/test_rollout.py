@@ -109,7 +109,7 @@ def test_the_summary_and_the_page_show_the_total(scored_chats, write_chats, scor
     for name in COLUMNS:
         assert page.data["mismatch"][name] == pytest.approx(total[name], rel=1e-4), name
         assert float(getattr(summary.mismatch, name)) == pytest.approx(total[name], rel=1e-4)
-    assert "What generated and what trains" in page.text
+    assert "Mismatch between engine and trainer" in page.text
     assert f"{total['k3']:.3g}" in page.text
     assert "rollout" in [view["key"] for view in page.data["views"]]
     cells = [cell for m in page.data["chats"] for x in m["messages"] for cell in x["cells"] or []]

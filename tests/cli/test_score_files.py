@@ -75,7 +75,7 @@ def test_an_empty_cell_is_no_value(tmp_path):
         read = [parse_chats(record) for record in records]
         assert [len(chats) for chats in read] == [1, 2, 1]
         assert all(chat.messages[:1] == user("a") for chats in read for chat in chats)
-        with pytest.raises(ScoreError, match="expected the keys"):
+        with pytest.raises(ScoreError, match="expected one of the key sets"):
             parse_chats(last)
 
 
@@ -106,7 +106,7 @@ def test_variables_of_the_template_are_given_as_json(score, tmp_path, capsys):
     for wrong in ("mark", "[1]"):
         with pytest.raises(SystemExit):
             score(path, *options, wrong)
-        assert "expected an object of JSON" in capsys.readouterr().err
+        assert "expected a JSON object" in capsys.readouterr().err
 
 
 def test_what_the_template_leaves_out_of_the_context_is_counted(score, tmp_path, capsys):
@@ -128,8 +128,8 @@ def test_what_the_template_leaves_out_of_the_context_is_counted(score, tmp_path,
     options = path, "--chat-template", template
     assert score(*options)[0] == 0
     printed = capsys.readouterr().out
-    assert "2 chats with system messages that the chat template leaves out" in printed
-    assert "1 chat with tools that the chat template leaves out" in printed
+    assert "2 chats with system messages that the chat template does not render" in printed
+    assert "1 chat with tools that the chat template does not render" in printed
     _, out = score(*options, "--json")
     figures = json.loads(capsys.readouterr().out)
     assert figures["not_rendered"] == {"system messages": 2, "tools": 1}

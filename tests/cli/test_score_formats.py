@@ -243,7 +243,7 @@ REFUSED = {
     ),
     "other keys": (
         {"question": "Hi", "answer": "Hello!"},
-        "expected the keys .*; prompt and completion; .* got {.*question.*; rename its keys",
+        "expected one of the key sets .*; prompt and completion; .* got {.*question.*; rename the",
         [{"prompt": "Hi", "completion": "Hello!"}],
     ),
     "an answer without its prompt": (
@@ -253,7 +253,7 @@ REFUSED = {
     ),
     "a conversation behind another prompt": (
         {"prompt": "Hi", "completion": BYE},
-        'completion: expected what follows the prompt.*; write whole conversations as "messages"',
+        'completion: expected the messages after .*; write whole conversations as "messages"',
         [{"prompt": "Hi", "messages": BYE}],
     ),
     "two conversations behind another prompt": (
@@ -284,22 +284,22 @@ REFUSED = {
     ),
     "log-probs beside two answers": (
         {"prompt": "a", "chosen": "b", "rejected": "c", "rollout_log_probs": [-1.0]},
-        "rollout_log_probs: expected none beside two answers.*; write each answer as a row of its",
+        "rollout_log_probs: expected none for a pair of answers.*; write each answer as a separate",
         [{"prompt": "a", "completion": "b", "rollout_log_probs": [-1.0, -1.0]}],
     ),
     "answers to nothing": (
         {"question": "Hi", "chosen": assistant("a"), "rejected": assistant("b")},
-        'chosen: expected a conversation from its beginning, got an answer; name what .* "prompt"',
+        'chosen: expected a whole conversation, got only an answer; add .* "prompt"',
         [{"prompt": "Hi", "chosen": assistant("a"), "rejected": assistant("b")}],
     ),
     "a list as Python writes it": (
         {"prompt": "Hi", "completion": str(assistant("a"))},
-        "completion: expected a list of messages, got text that is no JSON: .*; write the list",
+        "completion: expected a list of messages, got text that is not JSON: .*; write the list",
         [{"prompt": "Hi", "completion": json.dumps(assistant("a"))}],
     ),
     "a list that is cut off": (
         {"messages": json.dumps(BYE)[:-20]},
-        "messages: expected a list of messages, got text that is no JSON: .*; write the list",
+        "messages: expected a list of messages, got text that is not JSON: .*; write the list",
         [{"messages": json.dumps(BYE)}],
     ),
     "history that is no list": (
@@ -329,7 +329,7 @@ REFUSED = {
     ),
     "nothing that weighs": (
         {"messages": [*user("a"), {**assistant("b")[0], "weight": 0}]},
-        r"messages: no assistant turn: the roles are \['user', 'assistant \(unscored\)'\]",
+        r"messages: expected an assistant message .* roles \['user', 'assistant \(not scored\)'\]",
         [],
     ),
 }

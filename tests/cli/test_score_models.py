@@ -82,11 +82,14 @@ def test_a_broken_file_of_a_checkpoint_is_refused(folder, refused, name, content
 
 
 MISFITS = [
-    ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "12 weights have no place"),
+    (
+        {"num_hidden_layers": 1, "layer_types": ["full_attention"]},
+        "12 weights are not in the model",
+    ),
     ({"tie_word_embeddings": False}, "1 weights are missing, such as lm_head.weight"),
     ({"hidden_size": 64}, "expected model.embed_tokens.weight of shape"),
     ({"vocab_size": 700}, "expected model.embed_tokens.weight of shape"),
-    ({"quantization_config": {"quant_method": "nope"}}, "its quantization is not known to"),
+    ({"quantization_config": {"quant_method": "nope"}}, "does not support its quantization"),
 ]
 
 
@@ -105,7 +108,7 @@ def test_an_encoder_is_refused(tokenizer, tmp_path, refused):
     BertLMHeadModel(BertConfig(**sizes, initializer_range=0.5)).save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
     said = refused(tmp_path / "bert", "--dtype", "bfloat16")
-    assert "whose logits depend on the tokens that follow" in said
+    assert "whose logits depend on later tokens" in said
 
 
 def test_a_reward_model_is_refused(models, folder, refused):
@@ -259,7 +262,7 @@ def test_the_base_of_adapters_may_be_named(models, write_chats, tmp_path, refuse
     assert f"expected a directory, got '{tmp_path / 'moved'}', which is not there" in said
     assert "--base" in said
     edit(config, base_model_name_or_path=None)
-    assert "name no base model; pass --base MODEL" in refused(tmp_path / "lora")
+    assert "have no base model; pass --base MODEL" in refused(tmp_path / "lora")
     assert "leave it out" in refused(models.policy, "--base", models.reference)
     code, _ = score(write_chats(GOOD), "--base", models.reference, policy=tmp_path / "lora")
     assert code == 0
@@ -278,11 +281,11 @@ def test_adapters_that_do_not_fit_are_refused(models, folder, tmp_path, refused)
         {**weights, first: weights[first][:, :-1].contiguous()},
     ):
         save_file(other, file)
-        assert "do not fit" in refused(tmp_path / "lora")
+        assert "do not match" in refused(tmp_path / "lora")
     file.unlink()
-    assert "do not fit" in refused(tmp_path / "lora")
+    assert "do not match" in refused(tmp_path / "lora")
     edit(tmp_path / "lora" / "adapter_config.json", peft_type="PROMPT_TUNING")
-    assert "which adds tokens" in refused(tmp_path / "lora")
+    assert "which adds virtual tokens" in refused(tmp_path / "lora")
 
 
 def test_a_chat_without_memory_for_it_is_left_out(models, write_chats, monkeypatch, tmp_path):
@@ -333,7 +336,7 @@ BAD_TEMPLATES = {
     "endless": (b"{% for i in range(10 ** 9) %}x{% endfor %}", "OverflowError: Range too big"),
     "recursive": (b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "escaping": (b"{{ messages.__class__.__mro__ }}", "SecurityError"),
-    "no text": (b"{}", "the chat template leaves out a part of its content"),
+    "no text": (b"{}", "the chat template does not render all of its content"),
 }
 
 
@@ -347,7 +350,7 @@ def test_a_template_that_does_not_do_is_refused(models, tmp_path, refused, name)
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "nowhere"])
 def test_a_device_that_cannot_compute_is_named(models, refused, device):
     said = refused(models.policy, "--device", device)
-    assert f"policy: '{models.policy}' cannot compute on {device}: " in said
+    assert f"policy: '{models.policy}' does not run on {device}: " in said
 
 
 @pytest.mark.parametrize(

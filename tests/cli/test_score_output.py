@@ -106,7 +106,7 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_files_alone(
     code, _ = score(write_chats(*[OTHER] * 40))
     assert code == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[-1].endswith(f"{name}: No space left on device; free some space there")
+    assert said[-1].endswith(f"{name}: No space left on device; free some disk space")
     assert "Traceback" not in "".join(said)
     assert contents(out) == before
     assert not [str(w.message) for w in recwarn if "unraisable" in type(w.message).__name__.lower()]
@@ -123,7 +123,7 @@ def run(models, path, out):
         ("taken", "File exists"),
         ("taken/below", "Not a directory"),
         ("link", "File exists"),
-        ("/proc/fusedrl", "choose a directory that can be written"),
+        ("/proc/fusedrl", "choose a writable directory"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused_and_kept(
@@ -150,5 +150,5 @@ def test_the_input_is_never_replaced(models, tmp_path, capsys, linked):
     if linked:
         given.symlink_to(path)
     assert run(models, given, tmp_path) == 2
-    assert "would replace the input; choose another directory" in capsys.readouterr().err
+    assert "would overwrite input; choose another directory" in capsys.readouterr().err
     assert path.read_bytes() == before

@@ -56,16 +56,19 @@ BAD = {
     "an enormous number": ('{"messages": ' + "9" * 10_000 + "}", "unreadable line"),
     "key twice": (
         json.dumps(GOOD).replace('"messages"', '"messages": [], "messages"'),
-        "the key 'messages' stands twice",
+        "duplicate key 'messages' in an object",
     ),
     "a number": ("5", "got 5"),
-    "no messages": ({"text": "hi"}, "expected the keys input and preferred_output"),
-    "empty chat": ({"messages": []}, "no assistant turn: the roles are []"),
+    "no messages": ({"text": "hi"}, "expected one of the key sets input and preferred_output"),
+    "empty chat": ({"messages": []}, "expected an assistant message to score, got the roles []"),
     "a message is null": (messages(USER, None, SAID), "messages[1]: expected"),
-    "no assistant": (messages(USER), "no assistant turn: the roles are ['user']"),
+    "no assistant": (
+        messages(USER),
+        "expected an assistant message to score, got the roles ['user']",
+    ),
     "control characters in the role": (
         messages({"role": "\x1b[2J", "content": "x"}),
-        r"the roles are ['\x1b[2J']",
+        r"got the roles ['\x1b[2J']",
     ),
     "no role": (messages({"content": "hi"}, SAID), "messages[0]"),
     "no content": (messages(USER, {"role": "assistant"}), "messages[1]: no content"),
@@ -178,7 +181,7 @@ def test_what_was_left_out_is_counted_and_ends_the_command_with_1(write_chats, s
     printed = capsys.readouterr()
     assert code == 1
     assert f"{path}:2: unreadable line" in printed.err
-    assert "2 chats scored, 1 skipped (left out; report.html says why)" in printed.out
+    assert "2 chats scored, 1 skipped (reasons in report.html)" in printed.out
     assert [row["chat"] for row in rows(out / "chats.parquet")] == [1, 3]
 
 
@@ -187,7 +190,7 @@ def test_of_many_bad_rows_the_first_are_printed_and_all_are_counted(write_chats,
     printed = capsys.readouterr()
     assert code == 1
     assert printed.err.count("unreadable line") == 20
-    assert printed.err.count("further chats are skipped without a line") == 1
+    assert printed.err.count("further skipped chats are not listed") == 1
     assert "1 chat scored, 150 skipped" in printed.out
     assert (out / "report.html").read_text().count("unreadable line") == 150
 

@@ -219,7 +219,7 @@ def test_a_template_that_leaves_out_a_call_is_refused_with_advice_that_works(tok
     message = calling(TEXT, content="Let me see.")
     message["tool_calls"] *= 2
     row = {"messages": [ASKED, message], "tools": [{"name": "weather"}]}
-    with pytest.raises(ChatError, match="leaves out a part of its tool_calls"):
+    with pytest.raises(ChatError, match="does not render all of its tool_calls"):
         said(row, tokenizer, TEMPLATE.replace("CALL", DROPS[name]))
     copy = TEMPLATE.replace("CALL", CALLS["objects"])
     assert said(row, tokenizer, copy) == "Let me see." + 2 * WRITTEN["objects"]
@@ -228,7 +228,7 @@ def test_a_template_that_leaves_out_a_call_is_refused_with_advice_that_works(tok
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_template_that_leaves_out_a_text_is_refused(tokenizer, name):
     row = {"messages": [ASKED, calling(TEXT, content="Let me see.")]}
-    with pytest.raises(ChatError, match="leaves out a part of its content"):
+    with pytest.raises(ChatError, match="does not render all of its content"):
         said(row, tokenizer, TEXTS[name])
 
 
@@ -288,7 +288,7 @@ def test_calls_outside_the_markers_of_a_template_are_refused(tokenizer):
         "{{ message.tool_calls | default([]) | tojson }}{%- endfor -%}"
     )
     row = {"messages": [ASKED, calling(TEXT, content="Let me see.")]}
-    with pytest.raises(ChatError, match="leaves out a part of its tool_calls"):
+    with pytest.raises(ChatError, match="does not render all of its tool_calls"):
         said(row, tokenizer, marked)
 
 

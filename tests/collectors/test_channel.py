@@ -70,7 +70,7 @@ def test_weights_past_the_channel_are_refused(channel, collect):
     collector = collect()
     collector.weight_updater = updater = VanillaLocalWeightUpdater(None, None)
     for update in (collector.update_policy_weights_, collector.receive_weights, updater):
-        with pytest.raises(RuntimeError, match="channel: expected weights to come through it"):
+        with pytest.raises(RuntimeError, match="channel: expected weights through it"):
             update(policy_of(Says(5)))
     assert of(collector.next()) == [0, 0]
 
@@ -147,7 +147,7 @@ def test_another_policy_is_refused_where_weights_have_versions(channel, collect,
     by_scheme = {"channel": None, "weight_sync_schemes": {"policy": scheme}}
     collector = collect(env, policy=policy_of(Says(1)), **(by_scheme if way == "scheme" else {}))
     assert {*of(collector.next().reshape(-1))} == {1}
-    with pytest.raises(RuntimeError, match="policy: expected the one whose weights come through"):
+    with pytest.raises(RuntimeError, match="policy: expected the module that follows the channel"):
         collector.policy = policy_of(Says(7))
     collector.policy = collector.policy
     assert {*of(collector.next().reshape(-1))} == {1}

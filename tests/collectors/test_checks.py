@@ -38,7 +38,7 @@ DIALOGS = {"collector_class": LLMCollector}
             (
                 LAST | {name: value},
                 TypeError,
-                f"yield_only_last_steps: expected it without .*{name}",
+                f"yield_only_last_steps: expected no .*{name}",
             )
             for name, value in (
                 ("yield_completed_trajectories", False),
@@ -53,7 +53,7 @@ DIALOGS = {"collector_class": LLMCollector}
         (
             {"async_envs": True},
             RuntimeError,
-            "async_envs: expected an AsyncEnvPool .* Transformed",
+            "async_envs: expected AsyncEnvPool .* Transformed",
         ),
         (
             {"channel": HANDLE, "weight_updater": 1},
@@ -67,11 +67,11 @@ DIALOGS = {"collector_class": LLMCollector}
         ),
         ({"track_policy_version": "int"}, TypeError, "track_policy_version: .* got str"),
         ({"channel": 1}, TypeError, "channel: expected a WeightHandle or WeightReader, got int"),
-        ({"max_staleness": 1}, TypeError, "max_staleness: expected track_policy_version beside it"),
+        ({"max_staleness": 1}, TypeError, "max_staleness: expected track_policy_version with it"),
         (
             {"channel_mode": "copy"},
             TypeError,
-            "channel_mode: expected a channel beside it, got 'copy'",
+            "channel_mode: expected a channel with it, got 'copy'",
         ),
         ({"channel_mode": "x"}, ValueError, "channel_mode: expected 'alias' or 'copy', got 'x'"),
         (
@@ -155,16 +155,20 @@ def test_completed_trajectories_take_one_batch_dimension(make, option):
         ({"flatten_data": True}, TypeError, "flatten_data"),
         ({"collector_class": WithAnArgument}, TypeError, "extra"),
         ({"collector_class": WithAnArgument, "extra": 1, "options": 2}, TypeError, "'options'"),
-        (DIALOGS | {"queue": queue.Queue()}, TypeError, "queue.*in the loop"),
+        (DIALOGS | {"queue": queue.Queue()}, TypeError, "queue.*in your loop"),
         (DIALOGS | {"create_env_kwargs": {}}, TypeError, "create_env_kwargs.*partial"),
-        ({"create_env_kwargs": [{}]}, TypeError, "create_env_kwargs: .* one worker, got a list"),
+        ({"create_env_kwargs": [{}]}, TypeError, "create_env_kwargs: .* single value, got a list"),
         ({"device": ["cpu"]}, TypeError, "device: .* pass its element"),
         ({"num_threads": 1}, TypeError, r"torch.set_num_threads\(\)"),
         ({"verbose": True}, TypeError, "verbose"),
         ({"weight_sync_schemes": {}, "weight_updater": 1}, TypeError, "weight_updater"),
         ({"weight_sync_schemes": {"policy": Other()}}, ValueError, "ChannelWeightSyncScheme"),
         ({"weight_sync_schemes": {"policy": 1}}, ValueError, "ChannelWeightSyncScheme.* got int"),
-        ({"max_frame_per_traj": 1}, TypeError, "max_frame_per_traj'; Collector has none: correct"),
+        (
+            {"max_frame_per_traj": 1},
+            TypeError,
+            "max_frame_per_traj'; Collector has no such argument: correct",
+        ),
     ],
 )
 def test_refused_before_a_process_is_started(options, error, message, monkeypatch):

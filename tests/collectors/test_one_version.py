@@ -122,7 +122,7 @@ def test_a_pool_that_scores_with_weights_of_a_channel_is_refused(tokenizer, chan
         channel=channel.handle,
         track_policy_version=True,
     )
-    with pytest.raises(ValueError, match="env: expected environments of a pool that leave"):
+    with pytest.raises(ValueError, match="env: expected a pool whose environments do not use"):
         collector.next()
 
 

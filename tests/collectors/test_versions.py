@@ -194,13 +194,13 @@ class TestUpdatesAndTurns:
 
         module.register_forward_hook(wait)
         assert versions(collector.next()) == [[0, 0], [0, 0]]
-        message = "weights: expected the end of the turn that computes with the former ones within"
+        message = "weights: expected the turn with the previous version to end within"
         assert len(errors) == 2 and all(error.startswith(message) for error in errors)
 
     def test_an_update_in_vain_is_over_while_its_error_is_kept(self):
         moments = Versions()
         moments.patience, moments.settle = 0.05, lambda seconds: False
-        with pytest.raises(TimeoutError, match="weights: expected the end of the turn") as kept:
+        with pytest.raises(TimeoutError, match="weights: expected the turn") as kept:
             moments.update().__enter__()
         with ThreadPoolExecutor(1) as other, other.submit(moments.call).result():
             assert kept.value
@@ -219,7 +219,7 @@ class TestStaleness:
         sizes = [batch.numel() for batch in collector]
         assert set(sizes) == {4}  # the other dialogs have five turns
         assert collector.stale_turns + sum(sizes) == collector.stats()["frames"] >= 40
-        assert caplog.text.count("a batch was dropped") == 1
+        assert caplog.text.count("dropped a stale batch") == 1
 
 
 class TestPools:

@@ -62,11 +62,11 @@ def test_outputs_and_gradients_equal_trl(options, outputs):
 def test_some_targets_are_decided_by_their_probability_and_some_multiplied(monkeypatch):
     multiplied = []
 
-    def counting(hidden, *args, _most_likely=trl_head._most_likely):
+    def counting(hidden, *args, _argmax=trl_head._argmax):
         multiplied.append(len(hidden))
-        return _most_likely(hidden, *args)
+        return _argmax(hidden, *args)
 
-    monkeypatch.setattr(trl_head, "_most_likely", counting)
+    monkeypatch.setattr(trl_head, "_argmax", counting)
     tensors, targets = make()
     options = (1.0, 128, None, 1.0, ("is_top1",))
     found = trl_head.ChunkedLogProbFunction.apply(*tensors, targets, *options)[4]
@@ -113,7 +113,7 @@ def test_a_half_weight_is_multiplied_in_the_dtype_of_the_hidden_states():
     [
         (None, 1.0, OPTIONAL_OUTPUTS, "log_sum_sq_probs"),
         (5.0, 1.0, ("mean_logits",), "softcap"),
-        (None, 0.0, ("entropy",), "scaled by 0.0"),
+        (None, 0.0, ("entropy",), "no fused head for logit_scale=0.0"),
     ],
 )
 def test_what_only_trl_computes_is_left_to_it_and_logged_once(

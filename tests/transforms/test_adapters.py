@@ -77,7 +77,7 @@ def test_gradients_reach_the_adapters_alone(wrap, lora):
 
 
 def test_a_policy_without_adapters_needs_a_reference(policy, chat_env, generating_policy):
-    with pytest.raises(ValueError, match="only a policy with peft adapters is its own reference"):
+    with pytest.raises(ValueError, match="only a policy with peft adapters has a default"):
         RetrieveKL(policy())
     env = chat_env(RetrieveKL("from_collector"))
     collector = LLMCollector(

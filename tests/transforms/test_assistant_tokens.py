@@ -97,7 +97,7 @@ def test_score_and_the_transforms_count_the_same_tokens(policy, tokenizer, templ
     try:
         expected = scored(messages, tokenizer, template)
     except ChatError as error:
-        if "no token to score" in str(error):
+        if "no tokens to score" in str(error):
             assert not transform.read(data_of(messages)).mask.any()
         else:
             with pytest.raises(ValueError, match=r"history: .*got messages\[\d\]: "):

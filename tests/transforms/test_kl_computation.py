@@ -88,7 +88,7 @@ def test_missing_log_probs_are_named(samples, missing):
     """torchrl means to raise ``ValueError``, but its message reads attributes that do not exist."""
     for sample in samples:
         del sample[missing]
-    with pytest.raises(ValueError, match=r"log_probs.*found none under"):
+    with pytest.raises(ValueError, match=r"log_probs.*found none; run"):
         KLComputation()(stack(samples))
 
 

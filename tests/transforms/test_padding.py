@@ -72,7 +72,7 @@ def test_a_padding_token_of_its_own_may_be_at_both_ends(reads, rows, expected):
 )
 def test_what_cannot_be_told_is_refused(reads, rows):
     with pytest.raises(
-        ValueError, match=r"tokens: expected padding that can be told .* eos or bos token"
+        ValueError, match=r"tokens: expected unambiguous padding, .* eos or bos token"
     ):
         reads(rows, pad=END)
 

@@ -241,7 +241,7 @@ def test_bad_arguments_are_refused_and_leave_no_actor(cluster):
     model = ray_models.reference()
     cases = [
         (lambda: RayRetrieveKL(**FACTORIES, gen_model=model, num_cpus=0), "got both"),
-        (lambda: RayRetrieveKL(ref_model=model), "'from_collector', and an actor has none"),
+        (lambda: RayRetrieveKL(ref_model=model), "'from_collector', which an actor cannot access"),
         (lambda: RayRetrieveKL(**FACTORIES, detach=False), "detach: expected True"),
         (lambda: RayKLRewardTransform(num_cpus=0), "exactly one of 'ref_model'"),
     ]

@@ -81,5 +81,5 @@ class TestFromCollector:
         with pytest.raises(ValueError, match="expected this transform in an environment"):
             RetrieveKL("from_collector", reference())(conversations())
         env = chat_env(RetrieveKL("from_collector", reference()))
-        with pytest.raises(ValueError, match="expected an environment run by a collector"):
+        with pytest.raises(ValueError, match="expected an environment of a collector"):
             env.step(generating_policy(env.reset()))

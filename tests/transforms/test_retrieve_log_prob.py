@@ -124,7 +124,7 @@ def test_other_wrappers_score_by_themselves(policy, policy_model, tokenizer, pad
         out, rows(RetrieveLogProb(policy(pad_output=pad_output))(conversations()), KEY)
     )
     for ignored in ({"tokenizer": copy.deepcopy(tokenizer)}, {"padding_side": "right"}):
-        with pytest.raises(ValueError, match="expected none of them beside a wrapper"):
+        with pytest.raises(ValueError, match="which computes its log-probs itself"):
             RetrieveLogProb(wrapper, **ignored)
 
 

@@ -61,7 +61,7 @@ class TestDeferred:
     def test_copies_are_still_deferred(self, deferred, copied, chat_env, generating_policy):
         other = COPIES[copied](deferred)
         env = chat_env(other)
-        with pytest.raises(ValueError, match="run by a collector"):
+        with pytest.raises(ValueError, match="an environment of a collector"):
             env.step(generating_policy(env.reset()))
 
 

@@ -118,7 +118,9 @@ def test_two_channels_for_one_policy_are_refused_where_turns_have_versions():
     for end, name in zip((first, second), schemes, strict=True):
         end.init_on_receiver(model_id=name, context=collector, worker_idx=0)
     first.connect(worker_idx=0)
-    with pytest.raises(ValueError, match="weight_sync_schemes: expected one for the policy, got"):
+    with pytest.raises(
+        ValueError, match="weight_sync_schemes: expected one scheme for the policy, got"
+    ):
         second.connect(worker_idx=0)
     assert tags(collector.rollout()) == [1] * 2
     collector.shutdown()

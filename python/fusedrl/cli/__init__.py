@@ -1,8 +1,8 @@
-"""The command line: one module for each command, imported only when its command is named.
+"""The command line: one module for each command, imported only for that command.
 
 The module of a command has ``add_arguments(parser)``, ``run(args) -> exit code`` and ``EXAMPLES``,
-which is the end of its help: lines to paste into a shell, and the exit codes. ``check``, ``bench``
-and ``info``, which need no package for it, print what :func:`table` makes.
+the epilog of its help, with examples and exit codes. ``check``, ``bench`` and ``info`` print tables
+with :func:`table`, which needs no further package.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, TextIO
 from fusedrl import __version__
 
 COMMANDS = {
-    "score": "score your chats under a policy and its reference: log-probs, KL, a heat map",
-    "demo": "train a tiny policy by GRPO, and score its drift in its own answers",
-    "check": "compare every kernel with its definition in plain torch on this machine",
-    "bench": "time every op beside what it replaces on this machine",
+    "score": "score chats under a policy and a reference: log-probs, KL, a heat map",
+    "demo": "train a tiny policy with GRPO, and score the drift in its answers",
+    "check": "compare every kernel with its plain-torch reference on this machine",
+    "bench": "benchmark every op against what it replaces on this machine",
     "info": "print versions, devices and compiled libraries, and what is missing",
 }
 
 EPILOG = """\
-Begin with `fusedrl demo`, and with `fusedrl check` on a new machine.
+Start with `fusedrl demo`; run `fusedrl check` on a new machine.
 `fusedrl COMMAND --help` has examples and exit codes.
 """
 
@@ -42,14 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv, named)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here rather than at exit, where an error could not be caught
+                sys.stdout.flush()  # an error at exit could not be caught
     except OSError as error:
         broken = isinstance(error, BrokenPipeError)
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        # Another pipe that breaks, as one to a worker, is an error like any other.
-        if sys.stdout is None or not (full or (broken and _nobody_reads(sys.stdout))):
+        # Other broken pipes, such as that of a worker, are ordinary errors.
+        if sys.stdout is None or not (full or (broken and _has_no_reader(sys.stdout))):
             raise
-        # What is still buffered goes nowhere: Python would fail to flush it at its exit.
+        # Discard buffered output, which Python would fail to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if broken:
             return 128 + signal.SIGPIPE
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _nobody_reads(stream: TextIO) -> bool:
+def _has_no_reader(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream.fileno(), select.POLLOUT)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -103,7 +103,7 @@ def _run(argv: list[str], named: str) -> int:
 
 
 def table(*rows: Sequence[Any]) -> str:
-    """Markdown that is aligned in a terminal, too: a heading, names, figures, and texts last."""
+    """A Markdown table, aligned for terminals: header row first, names left, text last."""
     cells = [[" ".join(str(x).replace("|", "\\|").split()) for x in row] for row in rows]
     name, *wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
     wide[-1] = 0

@@ -1,4 +1,4 @@
-"""``fusedrl bench``: time every op beside what it replaces, on this machine."""
+"""``fusedrl bench``: benchmark every op against what it replaces, on this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fusedrl.cli.info import collect, requirement
 
 FOLDER = Path(harness.__file__).resolve().parent
 OPS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
-# By --quick: of a contender, and until the last setting starts, for two minutes at most in all.
+# --quick -> seconds for each contender, and the time after which no setting is started.
 SECONDS = {False: (2.0, math.inf), True: (0.1, 100.0)}
 PLOTS = "fusedrl.benchmarks.plots"  # imports matplotlib
 NOT_QUICK = ("ranks", "grpo_step", "async_collector", "vllm")  # they start processes, or train
 
-# Between the contender and what is wrong with it.
+# The columns between the name of the contender and its status.
 COLUMNS = {
     "ms": "{0.median_ms:.3f}",
     "speed-up": "{0.speedup:.2f}x",
@@ -39,58 +39,59 @@ COLUMNS = {
     "extra MiB": "{0.peak_extra_mib:.1f}",
 }
 LEGEND = """
-speed-up: the time over that of fusedrl, the median of the ratios of adjacent repetitions
-of ceiling: the share of the rate of a bare copy, here {:.1f} GB/s, or of a bare matrix product;
-    above 100% for data that lies in a cache"""
+speed-up: time of the contender / time of fusedrl, the median over interleaved repetitions
+of ceiling: percentage of the rate of a plain copy ({:.1f} GB/s) or a plain matrix product; above
+    100% if the data fits into a cache
+extra MiB: peak memory above the inputs"""
 
 EXAMPLES = """\
 examples:
   fusedrl bench --quick                # one setting of each op, in two minutes
   fusedrl bench --op token_kl          # all settings of one op
-  fusedrl bench --op token_kl --plots plots                 # and plots of them
-  fusedrl bench --plots plots --from bench-out/bench.json   # plots alone
+  fusedrl bench --op token_kl --plots plots                 # with plots
+  fusedrl bench --plots plots --from bench-out/bench.json   # only plots
 
 exit codes:
-  0    all answers of fusedrl are right
-  1    an answer of fusedrl is wrong, or one of its ops did not run
-  2    the arguments are refused, or a result cannot be written
-  130  Ctrl-C; what was measured until then is printed, stored and plotted
+  0    all results of fusedrl are correct
+  1    a result of fusedrl is wrong, or an op did not run
+  2    invalid arguments, or a file cannot be written
+  130  Ctrl-C; results until then are printed, stored and plotted
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``fusedrl bench``."""
+    """Declare the options."""
     add = parser.add_argument
     add("--op", choices=OPS, action="append", metavar="OP", help=f"one of these: {', '.join(OPS)}")
     devices = ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-    add("--device", default="cpu", choices=devices, help="cuda where torch finds a GPU")
+    add("--device", default="cpu", choices=devices, help="cuda if torch finds a GPU")
     add("--threads", type=whole_number, default=2, metavar="N", help="default: %(default)s")
-    add("--seconds", type=positive, metavar="S", help="of each contender (2; quick: 0.1)")
-    add("--limit", type=positive, metavar="S", help="start no setting after this time (quick: 100)")
+    add("--seconds", type=positive, metavar="S", help="for each contender (2; quick: 0.1)")
+    add("--limit", type=positive, metavar="S", help="start no setting after S seconds (quick: 100)")
     add("--quick", action="store_true", help="one setting of each op, in at most two minutes")
-    add("--peers", action="store_true", help="time Liger and cut-cross-entropy too, if installed")
+    add("--peers", action="store_true", help="also time Liger and cut-cross-entropy, if installed")
     add("--out", type=Path, default="bench-out", metavar="DIR", help="default: %(default)s")
-    add("--plots", type=Path, metavar="DIR", help="write SVG plots into this folder, too")
+    add("--plots", type=Path, metavar="DIR", help="also write SVG plots to DIR")
     add("--from", type=Path, nargs="+", metavar="FILE", dest="stored", help="only plot these files")
 
 
 def positive(text: str) -> float:
-    """A number above 0; argparse says of other texts that they are not ``positive``."""
+    """A number above 0; argparse uses the name of this function in its error."""
     if not 0 < float(text) < math.inf:
         raise ValueError
     return float(text)
 
 
 def whole_number(text: str) -> int:
-    """One of at least 1."""
+    """An integer of at least 1."""
     return int(text if positive(text) else "")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print each setting when it is known, write ``bench.json`` and plots."""
+    """Measure, print each setting when it is done, and write ``bench.json`` and plots."""
     try:
         return _run(args)
-    except OSError as error:  # contenders' own are in the results
+    except OSError as error:  # errors of contenders are in the results
         if error.filename is None:
             raise
         why = f"cannot read or write {error.filename}: {error.strerror}"
@@ -105,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"bench: --from: {error}", file=sys.stderr)
         return 2
-    if folder is not None:  # what is missing is told before hours of work
+    if folder is not None:  # fail before hours of measuring
         folder.mkdir(parents=True, exist_ok=True)
         importlib.import_module(PLOTS)
     if not results:
@@ -119,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace) -> files.Results:
-    """What case after case gave, also in ``bench.json``; Ctrl-C ends the loop."""
+    """Measure all cases, and update ``bench.json`` after each; Ctrl-C ends the loop."""
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     copy_rate = harness.copy_bandwidth(args.device)
@@ -133,17 +134,17 @@ def _measured(args: argparse.Namespace) -> files.Results:
             running = f"{case.op} {case.setting}"
             if time.monotonic() > end:
                 left = found.skipped if found.rows else found.failed
-                left["the rest"] = f"not started: {limit:.0f} s were over"
+                left["remaining settings"] = f"not started: limit of {limit:.0f} s reached"
                 break
             print(f"\n{case.op}, {case.setting}", flush=True)
             try:
                 rows = harness.measure(case, seconds, args.device, copy_rate)
             except Exception as error:
-                # The input or the truth raised; what a contender raises stands in its row.
+                # Raised by the input or the ground truth; errors of contenders are in their rows.
                 found.failed[running] = f"{type(error).__name__}: {error}"
                 continue
             found.rows += rows
-            found.write(args.out / "bench.json")  # for a run that is killed later
+            found.write(args.out / "bench.json")  # in case the run is killed
             print(table(["contender", *COLUMNS, ""], *map(_cells, rows)))
     except KeyboardInterrupt:
         found.interrupted = running
@@ -151,11 +152,11 @@ def _measured(args: argparse.Namespace) -> files.Results:
 
 
 def _cases(args: argparse.Namespace, found: files.Results) -> Iterator[harness.Case]:
-    """The cases of every op asked for; an op whose cases raise does not stop the others."""
+    """The cases of the selected ops; an op that raises does not stop the run."""
     usable = set(peers.MODULES) - found.facts["absent"].keys()
     for name in args.op or OPS:
         if args.quick and not args.op and name in NOT_QUICK:
-            found.skipped[name] = "takes minutes: name it with --op"
+            found.skipped[name] = f"takes minutes: run it with --op {name}"
             continue
         try:
             module = importlib.import_module(f"fusedrl.benchmarks.bench_{name}")
@@ -173,13 +174,13 @@ def _cells(row: harness.Row) -> list[str]:
     for form in COLUMNS.values():
         try:
             cells.append(form.format(row))
-        except TypeError:  # of None: there is no such figure
+        except TypeError:  # None: not measured
             cells.append("")
     return [*cells, "failed" if row.failed else "" if row.correct else "wrong"]
 
 
 def _report(found: files.Results, out: Path) -> int:
-    """Write the results, and say what they mean and what is not in them; the exit code."""
+    """Write the results, print the legend and what is missing; returns the exit code."""
     found.write(out / "bench.json")
     print(LEGEND.format(found.facts["ceilings"]["copy GB/s"]))
     of_rows = {f"{x.op} {x.setting}, {x.contender}": x.failed for x in found.rows if x.failed}
@@ -194,7 +195,7 @@ def _report(found: files.Results, out: Path) -> int:
         importlib.import_module(PLOTS).write_overview(found.trusted, out / "bench.png")
         print(f"wrote {out / 'bench.png'}")
     if found.interrupted is not None:
-        print(f"interrupted in {found.interrupted}, which is left out")
+        print(f"interrupted during {found.interrupted}, which is not in the results")
         return 130
     return 1 if found.failed or not all(row.correct for row in found.rows) else 0
 
@@ -204,7 +205,7 @@ def _facts(args: argparse.Namespace, copy_rate: float) -> dict[str, Any]:
     found = shutil.which("git") and subprocess.run(git, capture_output=True, text=True, check=False)
     return {
         "machine": collect(),
-        # Of the checkout that the benchmarks lie in, if they lie in one.
+        # Of the checkout with the benchmarks, if there is one.
         "commit": found.stdout.strip() or None if found else None,
         "threads": args.threads,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

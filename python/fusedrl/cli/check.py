@@ -1,7 +1,7 @@
-"""``fusedrl check``: every kernel against its definition in plain torch, on each device.
+"""``fusedrl check``: every kernel against its plain-torch reference, on each device.
 
-A case runs three times on the same inputs: the compiled kernel and the definition in the dtype
-under test, and the definition in float64, which is taken as the truth.
+A case runs three times on the same inputs: the kernel and the reference in the dtype under test,
+and the reference in float64 as the ground truth.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = 16 * torch.finfo(torch.float32).eps
 
 LEGEND = f"""\
-value, gradient: the largest difference from float64, relative to 1 + |value|; inf if not run
-allowed: the error of the definition in the same dtype plus {TOLERANCE:.1e}; on a GPU an epsilon of
-    the largest gradient of a head, where plain torch rounds the gradients of logits, too"""
+value, gradient: the largest error against float64, relative to 1 + |value|; inf if not run
+allowed: the error of the reference in the same dtype plus {TOLERANCE:.1e}; for gradients of a head
+    on a GPU at least one epsilon of the largest, as plain torch also rounds logit gradients"""
 
 EXAMPLES = """\
 examples:
-  fusedrl check       # a row for each op, and the cases that failed
-  fusedrl check -v    # and a row for each case and dtype
+  fusedrl check       # a row for each op and each failed case
+  fusedrl check -v    # a row for each case and dtype, too
 
 exit codes:
-  0    no error is larger than what is allowed
-  1    one is, or a kernel did not run
+  0    all errors are within the allowed range
+  1    an error is too large, or a kernel did not run
 """
 
 
 class Result(NamedTuple):
-    """Of a case in a dtype the errors of values and gradients, each before what is allowed."""
+    """Errors of one case in one dtype: value, allowed, gradient, allowed."""
 
     case: str
     errors: tuple[float, float, float, float] = (math.inf, 0.0, math.inf, 0.0)
@@ -45,18 +45,18 @@ class Result(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How far the worse of the two errors is beyond what is allowed; at most 0 to pass."""
+        """The larger excess of an error over the allowed one; at most 0 to pass."""
         value, value_allowed, gradient, gradient_allowed = self.errors
         return max(value - value_allowed, gradient - gradient_allowed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("-v", "--verbose", action="store_true", help="print every case, too")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also print every case")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every case, and print a row for each op and each case that failed; 1 if any did."""
+    """Run every case, and print a row for each op and each failed case; 1 if any failed."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     failures = 0
     for device in (torch.device("cpu"), *gpus):
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _row(name: str, result: Result, counts: str = "") -> list[str]:
-    said = "FAIL" if result.excess > 0 else "pass"
-    return [name, *(f"{error:.1e}" for error in result.errors), said + counts]
+    status = "FAIL" if result.excess > 0 else "pass"
+    return [name, *(f"{error:.1e}" for error in result.errors), status + counts]
 
 
 def _compare(case: Case, dtype: torch.dtype, device: torch.device) -> Result:
@@ -107,13 +107,13 @@ def _evaluate(
     """Values and gradients."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     outputs = case.call(leaves, impl=impl)
-    # Upstream gradients that differ from token to token, as losses have them.
+    # Upstream gradients differ between tokens, as in losses.
     upstream = [torch.linspace(-1, 1, x.numel()).view_as(x).to(x) for x in outputs]
     return outputs, torch.autograd.grad(outputs, list(leaves.values()), upstream)
 
 
 def _error(value: Tensor, truth: Tensor) -> float:
-    """Largest error; the largest number where only one of the two is NaN or infinite."""
+    """The largest error; the largest float if exactly one is NaN or infinite."""
     value, truth = value.detach().double(), truth.detach().double()
     error = (value - truth).abs() / (1 + truth.abs())
     error = torch.where(value == truth, 0.0, error).nan_to_num(nan=torch.finfo(truth.dtype).max)

@@ -1,4 +1,4 @@
-"""``fusedrl demo``: trains a tiny policy by ``examples/grpo.py``, then scores its drift."""
+"""``fusedrl demo``: train a tiny policy with ``examples/grpo.py``, then score its drift."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fusedrl.demo.report import add_training, parts_of
 from fusedrl.examples.grpo import train  # pyright: ignore[reportMissingImports]
 from fusedrl.scoring.errors import printable, reason
 
-# The last ones, which are what the policy says by then.
+# The last batches, with answers of the trained policy.
 BATCHES_SCORED = 6
 
 EXAMPLES = """\
 examples:
   fusedrl demo                    # then open demo-out/report.html in a browser
-  fusedrl demo --out elsewhere    # into another folder
+  fusedrl demo --out elsewhere    # in another directory
 
 exit codes:
   0    all answers are scored
-  2    the folder cannot be written, or the models were refused
+  2    the directory cannot be written, or the models cannot be scored
   130  Ctrl-C
 """
 
@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("demo-out"),
         metavar="DIR",
-        help="folder of the models, the tables and the report (default: %(default)s)",
+        help="directory for the models, tables and report (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the two models into ``out/models`` and score the last answers; 2 if out is refused."""
+    """Train two models in ``out/models`` and score the last answers; returns the exit code."""
     disable_progress_bar()
-    warnings.filterwarnings("ignore", module="torch|tensordict")  # not about what users do here
+    warnings.filterwarnings("ignore", module="torch|tensordict")  # not caused by the user
     policy, reference = args.out / "models" / "policy", args.out / "models" / "reference"
     print(f"making a reference in {printable(str(reference))} ...", flush=True)
     clock = [time.perf_counter()]
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
             folder.mkdir(parents=True, exist_ok=True)
         make_reference(reference)
         clock.append(time.perf_counter())
-        print("training a policy to answer in digits, with a worker that generates ...", flush=True)
-        with one_thread():  # the worker has the other cores
+        print("training a policy to answer in digits, with rollouts in a worker ...", flush=True)
+        with one_thread():  # the worker uses the other cores
             batches = train(reference, policy)
         answers = args.out / "answers.jsonl"
         dialogs.write_answers(answers, batches[-BATCHES_SCORED:])

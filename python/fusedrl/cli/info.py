@@ -1,4 +1,4 @@
-"""``fusedrl info``: what is installed, what it runs on and what is missing, for a bug report."""
+"""``fusedrl info``: versions, devices, libraries and missing packages, for bug reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import fusedrl
 from fusedrl import native
 from fusedrl.cli import table
 
-# Package -> which part of fusedrl needs it.
+# Package -> the part of fusedrl that needs it.
 PACKAGES = {
     "torchrl": "the torchrl classes, losses and collectors",
     "tensordict": "the torchrl classes, losses and collectors",
@@ -42,7 +42,7 @@ examples:
   fusedrl info --json       # the same for a program
 
 exit codes:
-  0    the facts are printed, whatever is missing
+  0    always, also if packages are missing
 """
 
 
@@ -52,21 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts."""
-    facts = collect() | {"missing": missing() or {"nothing": "every part of fusedrl can be used"}}
+    """Print versions, machine, libraries and what is missing."""
+    facts = collect() | {"missing": missing() or {"nothing": "all parts of fusedrl are available"}}
     tables = (table([section, ""], *entries.items()) for section, entries in facts.items())
     print(json.dumps(facts, indent=2) if args.json else "\n\n".join(tables))
     return 0
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Facts by section. Imports torch; of every other package it reads only the version."""
+    """Facts by section. Imports torch, and reads only the versions of other packages."""
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
         "versions": {
             "fusedrl": fusedrl.__version__,
             "python": platform.python_version(),
-            "torch": torch.__version__,  # with its build
+            "torch": torch.__version__,  # with the build tag
             **{name: _version(name) or "not installed" for name in ("triton", "numpy", *PACKAGES)},
         },
         "machine": {
@@ -88,14 +88,14 @@ def collect() -> dict[str, dict[str, Any]]:
 
 
 def missing() -> dict[str, str]:
-    """What is missing -> what it is for, what there is instead, and the command that helps."""
+    """Missing or untested package -> the reason, what needs it, and the command to install it."""
     found = {}
     for package, purpose in PACKAGES.items():
         installed, wanted = _version(package), requirement(package)
         if installed is None:
             why = "not installed"
         elif not Requirement(wanted).specifier.contains(installed, prereleases=True):
-            why = f"{installed} is installed, {wanted.removeprefix(package)} is tested"
+            why = f"{installed} is installed, tested with {wanted.removeprefix(package)}"
         else:
             continue
         found[package] = f'{why}; needed for {purpose}: `pip install "{wanted}"`'
@@ -103,30 +103,30 @@ def missing() -> dict[str, str]:
 
 
 def requirement(package: str) -> str:
-    """What to tell pip to install of a package: the versions that fusedrl's metadata allow."""
+    """The requirement of a package for pip, with the tested versions in fusedrl's metadata."""
     lines = []
-    with suppress(metadata.PackageNotFoundError):  # fusedrl runs from a folder on PYTHONPATH
+    with suppress(metadata.PackageNotFoundError):  # fusedrl runs from a directory on PYTHONPATH
         lines = metadata.requires("fusedrl") or []
     versions = next((r.specifier for r in map(Requirement, lines) if r.name == package), ())
-    return package + ",".join(sorted(map(str, versions), reverse=True))  # the lower bound first
+    return package + ",".join(sorted(map(str, versions), reverse=True))  # lower bound first
 
 
 def _version(package: str) -> str | None:
-    for name in (package, f"{package}-cpu"):  # as vLLM's build for machines without a GPU
+    for name in (package, f"{package}-cpu"):  # such as vLLM's CPU build
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
 
 
 def _missing_for_gpus() -> dict[str, str]:
-    """What the ops lack to run on a GPU, the first thing to install first."""
+    """What is missing to run the ops on a GPU, in the order to install."""
     if torch.version.cuda is None:
         build = f'pip install --force-reinstall "torch=={torch.__version__.partition("+")[0]}"'
         why = f"torch {torch.__version__} is installed; needed for GPUs: on Linux, from PyPI"
         return {"CUDA build of torch": f"{why}, `{build}`"}
     found = {}
     if not torch.cuda.is_available():
-        found["GPU"] = "torch finds none: `nvidia-smi` says what the driver sees"
+        found["GPU"] = "torch finds none: `nvidia-smi` lists the GPUs of the driver"
     if (error := native.load_error("_C_cuda")) is not None:
         return found | {"CUDA kernels": f"needed for GPUs: {error}"}
     errors = {index: native.device_error(index) for index in range(torch.cuda.device_count())}
@@ -141,7 +141,7 @@ def _cpu_model() -> str:
 
 
 def _host() -> dict[str, str]:
-    """What the CPU can do, and the level of its kernels."""
+    """The features of the CPU, and the level of its kernels."""
     try:
         from fusedrl import _host as host
     except ImportError as error:

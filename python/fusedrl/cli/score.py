@@ -1,4 +1,4 @@
-"""``fusedrl score``: chats and two models in, two tables and a heat map out."""
+"""``fusedrl score``: score chats under two models, and write two tables and a heat map."""
 
 from __future__ import annotations
 
@@ -27,71 +27,71 @@ SKIPPED_SHOWN = 20
 
 EXAMPLES = """\
 examples:
-  # two tiny models, where you have none of your own
+  # make two tiny models
   fusedrl demo
-  # a chat for each line of a file
+  # a file with one chat for each line
   printf '%s%s\\n' '{"messages": [{"role": "user", "content": "2 + 2?"}, ' \\
     '{"role": "assistant", "content": "4"}]}' > chats.jsonl
   # drift/report.html, drift/chats.parquet and drift/tokens.parquet
   fusedrl score chats.jsonl --policy demo-out/models/policy \\
     --reference demo-out/models/reference --out drift
-  # an estimate for answers that the policy sampled; an end at the first chat that cannot be scored
+  # estimate the KL, for answers sampled from the policy; stop at the first invalid chat
   fusedrl score chats.jsonl --policy demo-out/models/policy \\
     --reference demo-out/models/reference --out drift --estimator k1 --strict
 
 exit codes:
-  0    every chat is scored
-  1    the files are written, and some chats are not in them
-  2    the input is refused, and nothing is written; the last line says why
+  0    all chats are scored
+  1    the files are written, without the chats that were skipped
+  2    invalid input: nothing is written, and stderr has the reason
   130  Ctrl-C
 """
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The variables of a chat template."""
+    """Parse the variables of a chat template."""
     with suppress(ValueError, RecursionError):
         if isinstance(found := parsed(text), dict):
             return found
-    raise argparse.ArgumentTypeError(f"expected an object of JSON, got {brief(text)}")
+    raise argparse.ArgumentTypeError(f"expected a JSON object, got {brief(text)}")
 
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
 _NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
-# Each field of Settings: what it does, and how the command line reads it.
+# Field of Settings -> its help, and the arguments of add_argument.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "base": (
-        "the model under adapters (default: the one that their configuration names)",
+        "the base model of adapters (default: the one in their configuration)",
         {"metavar": "MODEL"},
     ),
     "estimator": (
-        "estimate the KL from each token's log-probs alone, for answers that the policy sampled "
+        "estimate the KL from the log-probs of each token, for answers sampled from the policy "
         "(default: the exact KL of the two distributions, for any text)",
         {"choices": ESTIMATORS},
     ),
-    "forward_kl": ("also compute the exact KL of the reference from the policy", _FLAG),
+    "forward_kl": ("also compute the exact forward KL, KL(reference || policy)", _FLAG),
     "temperature": ("divide the logits of both models by X (default: %(default)g)", _NUMBER),
-    "device": ("where the models run, as torch names it (default: a GPU, or else the CPU)", {}),
+    "device": ("torch device of the models (default: a GPU if there is one, or else the CPU)", {}),
     "dtype": (
-        "dtype of the models (default: float32 on the CPU, the checkpoint's on a GPU)",
+        "dtype of the models (default: float32 on the CPU, that of the checkpoint on a GPU)",
         {"choices": DTYPES},
     ),
     "max_tokens_per_batch": (
-        "the most tokens of a forward pass, with padding (default: 512 on the CPU, more on a GPU)",
+        "maximum tokens of a forward pass, with padding (default: 512 on the CPU, more on a GPU)",
         _COUNT,
     ),
     "chat_template": (
-        "a Jinja chat template to use instead of the tokenizer's",
+        "a Jinja chat template that replaces the tokenizer's",
         {"type": Path, "metavar": "FILE"},
     ),
     "chat_template_kwargs": (
-        "variables of the chat template, as in '{\"enable_thinking\": false}'",
+        "variables of the chat template, such as '{\"enable_thinking\": false}'",
         {"type": _object, "metavar": "JSON"},
     ),
-    "context": ("the most tokens of a chat (default: the models' max_position_embeddings)", _COUNT),
+    "context": ("maximum tokens of a chat (default: the models' max_position_embeddings)", _COUNT),
     "limit": ("score the first N rows of the input", _COUNT),
     "report_chats": (
-        "how many chats report.html shows, the most drifted first (default: %(default)s)",
+        "number of chats in report.html, largest drift first (default: %(default)s)",
         _COUNT,
     ),
     "rollout_bound": (
@@ -99,40 +99,36 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "rollout_log_probs (default: %(default)g)",
         _NUMBER,
     ),
-    "strict": ("stop at the first chat that cannot be scored, instead of leaving it out", _FLAG),
+    "strict": ("stop at the first chat that cannot be scored, instead of skipping it", _FLAG),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; what :class:`Settings` has is its default."""
+    """Declare the options; :class:`Settings` has the defaults."""
     add = parser.add_argument
     add(
         "chats",
         nargs="+",
-        help="files of JSON lines, a JSON array, Parquet or CSV, also with gzip; - for standard "
-        "input; rows with messages, conversations, prompt and completion, instruction and output, "
-        "or chosen and rejected",
+        help="JSON lines, JSON arrays, Parquet or CSV, also gzipped; - for standard input; rows "
+        "with messages, conversations, prompt and completion, instruction and output, or chosen "
+        "and rejected",
     )
     model = {"required": True, "metavar": "MODEL"}
     add(
         "--policy",
         **model,
-        help="the policy: a folder, a name on the hub, or a folder of peft adapters",
+        help="the policy: a directory, a name on the hub, or a directory of peft adapters",
     )
-    add("--reference", **model, help="the same of the reference")
-    add("--out", required=True, type=Path, metavar="DIR", help="folder for the three files")
+    add("--reference", **model, help="the reference, likewise")
+    add("--out", required=True, type=Path, metavar="DIR", help="directory for the three files")
     for name, (text, reading) in OPTIONS.items():
         add(f"--{name.replace('_', '-')}", help=text, **reading)
-    add("--json", action="store_true", help="print the summary as one line of JSON, for a script")
+    add("--json", action="store_true", help="print the summary as one line of JSON")
     parser.set_defaults(**vars(Settings()))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score, with progress on stderr and the summary on stdout.
-
-    Returns:
-        The exit code: 0, 1 if chats were left out, 2 if the input is refused.
-    """
+    """Score with progress on stderr and the summary on stdout; returns the exit code."""
     try:
         settings = Settings(**{name: getattr(args, name) for name in OPTIONS})
         # Before the imports, which take seconds.
@@ -144,8 +140,8 @@ def run(args: argparse.Namespace) -> int:
         from fusedrl.scoring.job import score_chats
         from fusedrl.scoring.report import plain
 
-        disable_progress_bar()  # that of transformers, which would break up ours
-        # In a log, where each state of the bar stays, one in half a minute is enough.
+        disable_progress_bar()  # of transformers, which would interleave with this one
+        # Each update is a line if stderr is a file: update every half minute.
         interval, skipped = 0.1 if sys.stderr.isatty() else 30, count(1)
         with tqdm(desc="scoring", total=found.chats, unit="chat", mininterval=interval) as bar:
 
@@ -153,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
                 if (number := next(skipped)) <= SKIPPED_SHOWN:
                     bar.write(f"{error}; skipped", file=sys.stderr)
                 elif number == SKIPPED_SHOWN + 1:
-                    bar.write("further chats are skipped without a line", file=sys.stderr)
+                    bar.write("further skipped chats are not listed", file=sys.stderr)
 
             summary = score_chats(
                 *(records, args.policy, args.reference, args.out, settings),
@@ -171,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(_most_drifted(summary.rows))
     written = ", ".join(str(args.out / name) for name in reversed(FILES))
     for line in (*_lines(figures, settings), written):
-        # A terminal may not know every character of a path.
+        # The encoding of a terminal may lack characters of a path.
         shown = printable(line).encode(console.encoding, "backslashreplace")
         print(shown.decode(console.encoding))
     return status
@@ -197,18 +193,18 @@ def _most_drifted(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _lines(figures: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """What the figures over all chats say."""
+    """The lines of the summary."""
     skipped = f"{figures['skipped']} skipped"
-    skipped += " (left out; report.html says why)" if figures["skipped"] else ""
+    skipped += " (reasons in report.html)" if figures["skipped"] else ""
     scored = _count(figures["chats"], "chat"), _count(figures["tokens"], "token")
     yield f"{scored[0]} scored, {skipped}, {scored[1]}"
     for what, chats in figures.get("not_rendered", {}).items():
-        yield f"{_count(chats, 'chat')} with {what} that the chat template leaves out"
+        yield f"{_count(chats, 'chat')} with {what} that the chat template does not render"
     mean = f"mean KL {figures['kl_mean']:.4f} nats a token"
     if settings.estimator:
-        mean += f" ({settings.estimator}, an estimate for tokens that the policy sampled)"
+        mean += f" ({settings.estimator}, an estimate for tokens sampled from the policy)"
     if settings.forward_kl:
-        mean += f", of the reference from the policy {figures['kl_forward_mean']:.4f}"
+        mean += f", forward KL {figures['kl_forward_mean']:.4f}"
     entropies = figures["entropy_mean"], figures["reference_entropy_mean"]
     yield f"{mean}, mean entropy {entropies[0]:.3f} nats (reference {entropies[1]:.3f})"
     for answer in ("chosen", "rejected"):
@@ -217,7 +213,7 @@ def _lines(figures: dict[str, Any], settings: Settings) -> Iterator[str]:
     if total := figures.get("rollout"):
         yield (
             f"{_count(total['chats'], 'chat')} with rollout log-probs: k1 {total['k1']:.4f}, k3 "
-            f"{total['k3']:.4f} nats a token, effective {total['ess']:.1f} of "
+            f"{total['k3']:.4f} nats a token, effective sample size {total['ess']:.1f} of "
             f"{total['tokens']} tokens, largest ratio {total['max_ratio']:.4g}, "
             f"{total['clipped']:.2%} above {settings.rollout_bound:g}"
         )
@@ -228,8 +224,8 @@ def _count(number: int, what: str) -> str:
 
 
 class Console(rich.console.Console):
-    """A rich console that leaves a pipe that nobody reads to :func:`fusedrl.cli.main`."""
+    """A rich console that leaves broken pipes to :func:`fusedrl.cli.main`."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the error again; rich would exit with 1, which is the code of a failed check."""
-        raise  # rich calls this while it handles the BrokenPipeError
+        """Re-raise the error, where rich would exit with 1."""
+        raise  # called in an except block for BrokenPipeError

@@ -1,6 +1,6 @@
-"""Collectors of dialogs, and the versions of the policies that produced them."""
+"""Collectors of dialogs, with policy-version tracking."""
 
-# torchrl's own class for a change of version is used unchanged.
+# Re-exported from torchrl unchanged.
 from torchrl.envs.llm.transforms.policy_version import VersionChange
 
 from fusedrl.collectors.llm_collector import LLMCollector

@@ -1,4 +1,4 @@
-"""Queues in which turns wait until there are enough of them, and where batches of them go."""
+"""Accumulate turns into batches, and put batches into a queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusedrl.logs import warn_once
 class TurnBatches:
     """Batches of at least ``wanted`` turns of all dialogs, finished or not.
 
-    They have one dimension, dialog after dialog, if they are ``flat``, or else time last.
+    With ``flat`` batches have one dimension, dialog by dialog; otherwise the last one is time.
     """
 
     only_last = False
@@ -30,15 +30,15 @@ class TurnBatches:
 
     @property
     def pending(self) -> int:
-        """The number of turns that are in no batch yet."""
+        """Number of turns not yet in a batch."""
         return len(self._turns) * self._rows
 
     def add(self, turn: Any, ends: list[bool], indices: Iterable[int]) -> None:
-        """Keep one turn of every dialog."""
+        """Store one turn of every dialog."""
         self._turns.append(turn)
 
     def take(self) -> TensorDictBase | None:
-        """A batch, once there are enough turns."""
+        """A batch, or ``None`` until there are enough turns."""
         if self.pending < self._wanted:
             return None
         if self._flat:
@@ -49,32 +49,32 @@ class TurnBatches:
         return batch
 
     def forget(self, finished: bool) -> None:
-        """Forget the turns that are in no batch yet."""
+        """Discard the turns that are not yet in a batch."""
         self._turns = []
 
 
 class DialogBatches:
     """Batches of at least ``wanted`` turns of finished dialogs, in the order in which they ended.
 
-    With ``only_last`` they have each dialog's last turn only.
+    With ``only_last`` they contain only the last turn of each dialog.
     """
 
     def __init__(self, rows: int, wanted: int, only_last: bool) -> None:
         self._wanted, self.only_last = wanted, only_last
-        self._running: list[list[Any]] = [[] for _ in range(rows)]  # None: that is only counted
+        self._running: list[list[Any]] = [[] for _ in range(rows)]  # None: a turn that is not kept
         self._finished: deque[list[Any]] = deque()
 
     @property
     def pending(self) -> int:
-        """The number of turns, of finished and of running dialogs, that are in no batch yet."""
+        """Number of turns, of finished and running dialogs, not yet in a batch."""
         return sum(map(len, chain(self._finished, self._running)))
 
     def length(self, index: int) -> int:
-        """The number of turns of a running dialog."""
+        """Number of turns of a running dialog."""
         return len(self._running[index])
 
     def add(self, turn: Any, ends: list[bool], indices: Iterable[int]) -> None:
-        """Keep a copy of the turn of some dialogs, which it ends or not; ``None`` is counted."""
+        """Store a turn of the dialogs ``indices``; if ``turn`` is ``None``, only count it."""
         rows = [None] * len(ends) if turn is None else rows_of(turn)
         for index, row, is_last in zip(indices, rows, ends, strict=True):
             turns = self._running[index]
@@ -84,7 +84,7 @@ class DialogBatches:
                 self._finished.append(turns[-1:] if self.only_last else turns)
 
     def take(self) -> TensorDictBase | None:
-        """A batch, once there are enough turns for it."""
+        """A batch, or ``None`` until there are enough turns."""
         if sum(map(len, self._finished)) < self._wanted:
             return None
         turns: list[Any] = []
@@ -93,16 +93,16 @@ class DialogBatches:
         return lazy_stack(turns)
 
     def forget(self, finished: bool) -> None:
-        """Forget running dialogs, and ``finished`` ones too if asked."""
+        """Discard running dialogs, and with ``finished`` the finished ones too."""
         if finished:
             self._finished.clear()
         self._running = [[] for _ in self._running]
 
 
 def rows_of(turn: TensorDictBase) -> list[Any]:
-    """The elements of a turn that was copied, each with memory of its own.
+    """The rows of a copied turn, each with separate storage.
 
-    A view, when it is kept or pickled, would take the tensors of all rows with it.
+    Keeping or pickling a view would keep or pickle the storage of all rows.
     """
     if isinstance(turn, LazyStackedTensorDict) and len(turn.tensordicts) == turn.numel():
         return [row.reshape(-1)[0] if row.batch_dims else row for row in turn.tensordicts]
@@ -110,23 +110,23 @@ def rows_of(turn: TensorDictBase) -> list[Any]:
 
 
 class QueueBuffer:
-    """A replay buffer that puts each turn into a queue of Python's or Ray's; a full one drops."""
+    """Wraps a Python or Ray queue as a replay buffer; if it is full, the oldest turn is dropped."""
 
     def __init__(self, queue: Any) -> None:
         self.queue = queue
 
     def extend(self, batch: TensorDictBase) -> None:
-        """Put the elements along the first dimension, in order."""
+        """Put the elements along the first dimension in order."""
         for turn in batch.unbind(0):
             while True:
                 try:
-                    with interrupted_later():  # Ctrl-C would leave its lock taken
+                    with interrupted_later():  # Ctrl-C could leave its lock held
                         self.queue.put_nowait(turn)
                     break
                 except queue.Full:  # Ray's error is a subclass
                     warn_once(
-                        "LLMCollector: the queue is full, its oldest turns are dropped; read "
-                        "faster, or make it larger (this is said once)"
+                        "LLMCollector: the queue is full and its oldest turns are dropped; read "
+                        "faster or use a larger queue (logged once)"
                     )
-                    with suppress(queue.Empty), interrupted_later():  # a reader has taken it
+                    with suppress(queue.Empty), interrupted_later():  # a reader was faster
                         self.queue.get_nowait()

@@ -1,4 +1,4 @@
-"""torchrl's ``LLMCollector``: dialogs between a policy and an environment, in batches."""
+"""Drop-in replacement for torchrl's ``LLMCollector``."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ from fusedrl.weights.updaters import write_weights
 
 
 class LLMCollector(_LLMCollector):
-    """Collects dialogs: iterate to get batches of turns, of shape (dialogs, time) or (turns,).
+    """Collects dialogs in batches of turns, of shape (dialogs, time) or (turns,).
 
-    It takes the place of torchrl's class, with its arguments, and ``isinstance`` accepts it as one.
-    Each turn says to which trajectory it belongs (``("collector", "traj_ids")``) and, if versions
-    are tracked, which one the policy had when it was called for it (``"policy_version"``, also in
-    ``"next"``). Batches are flat by default if there is a ``replay_buffer`` or a ``queue``.
+    A subclass of torchrl's class that accepts the same arguments. Each turn has the ID of its
+    trajectory (``("collector", "traj_ids")``) and, with version tracking, the version of the policy
+    that generated it (``"policy_version"``, also in ``"next"``). Batches are flat by default with a
+    ``replay_buffer`` or a ``queue``.
 
     Args:
-        weight_sync_schemes: schemes by the names of their models, instead of a ``weight_updater``.
-        channel: a reader or handle of the channel from which the policy's weights come. Each turn,
-            from the policy's call to the last transform of ``env``, computes with the version that
-            is newest when it begins; before the first, with the policy's own weights, as version 0.
+        weight_sync_schemes: dict from model name to scheme, instead of a ``weight_updater``.
+        channel: reader or handle of the weight channel of the policy. Each turn, from the call of
+            the policy to the last transform of ``env``, uses the version that is newest when it
+            begins; before the first publish, the policy's initial weights, as version 0.
         channel_mode: ``"alias"`` or ``"copy"``, as for :meth:`fusedrl.WeightReader.load_into`.
-        track_policy_version: whether to tag turns, or the :class:`PolicyVersion` that tags them. It
-            is added to the environment unless it is there; an ``AsyncEnvPool`` needs none.
-        max_staleness: drop a batch if its oldest turn is more than this number of versions behind
-            the policy's, or the channel's; ``stale_turns`` counts the dropped turns.
-        queue: takes single turns, instead of a ``replay_buffer``; a full one drops the oldest.
-        verbose: log the figures of each batch: turns, tokens, version, staleness.
+        track_policy_version: whether to tag turns with the policy version, or the
+            :class:`PolicyVersion` that tags them. It is appended to the environment if needed.
+        max_staleness: drop batches whose oldest turn is more than this number of versions behind
+            the newest one; ``stale_turns`` counts the dropped turns.
+        queue: receives single turns, instead of a ``replay_buffer``; if full, drops the oldest.
+        verbose: log turns, tokens, version and staleness of each batch.
 
     Raises:
-        TypeError: arguments exclude each other, or one is missing.
-        ValueError: a number is out of range, or the environment has not one batch dimension for
-            completed trajectories, or a pool has environments of several dialogs each.
+        TypeError: arguments are missing or mutually exclusive.
+        ValueError: a value is out of range, or the environment has an unsupported batch size.
         RuntimeError: ``async_envs`` without an ``AsyncEnvPool``.
 
     Example:
@@ -76,7 +75,7 @@ class LLMCollector(_LLMCollector):
     """
 
     closed = True  # until the constructor has succeeded
-    _ends = False  # whether collecting ends before the next turn
+    _ends = False  # whether to stop before the next turn
 
     def __init__(self, env: Any, **arguments: Any) -> None:
         options = DialogOptions(env, **arguments)
@@ -95,7 +94,7 @@ class LLMCollector(_LLMCollector):
                 self._versions.follow(*follow_policy(channel, policy, options.channel_mode))
             env, self._versions.tracker = tracked(env, options.track_policy_version)
             self._loop.env = env
-            # Not the constructor of torchrl's LLMCollector, which has no weight_sync_schemes.
+            # torchrl's LLMCollector.__init__ has no weight_sync_schemes.
             Collector.__init__(
                 self,
                 env,
@@ -111,30 +110,30 @@ class LLMCollector(_LLMCollector):
                 use_buffers=False,
                 no_cuda_sync=True,
                 traj_pool=self._loop.trajectories,
-                # That would add an InitTracker, which no language model reads, or else warn.
+                # True would add an InitTracker, which language models do not use, or warn.
                 auto_register_policy_transforms=False,
             )
             undo.pop_all()
         for inner in getattr(env, "envs", ()) if self.async_envs else ():
-            inner.register_collector(self)  # environments in processes cannot know the collector
+            inner.register_collector(self)  # processes cannot reference the collector
 
     __init__.__signature__ = inspect.signature(DialogOptions.__init__)  # pyright: ignore[reportFunctionMemberAccess]
 
-    # What torchrl's constructor calls, and its methods.
+    # Hooks of torchrl's constructor and methods.
 
     def __bool__(self) -> bool:
-        """Always true: Ray asks its actors, and the length that torchrl gives may be infinite."""
+        """Always true: Ray calls it on actors, where torchrl's ``__len__`` may be infinite."""
         return True
 
     def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
         self.policy_version_tracker = self._versions.tracker
 
     def _make_carrier(self) -> None:
-        # torchrl resets here and once more at the first rollout: a batch of prompts would be lost.
+        # torchrl resets here and again at the first rollout: a batch of prompts would be lost.
         self._carrier = TensorDict()
 
     def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
-        """Do not call the policy, to know its keys: an LLM would answer the lost prompts."""
+        """Skip torchrl's trial rollout: it would generate answers only to find the output keys."""
 
     @property
     def _frames(self) -> int:
@@ -146,7 +145,7 @@ class LLMCollector(_LLMCollector):
 
     @property
     def policy(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The policy; another one may be set unless its weights come from a channel."""
+        """The policy; read-only if its weights come from a channel."""
         return self._policy
 
     @policy.setter
@@ -154,15 +153,15 @@ class LLMCollector(_LLMCollector):
         followed = self._versions.follower is not None and "_policy" in vars(self)
         if followed and policy is not self._policy:
             raise RuntimeError(
-                "policy: expected the one whose weights come through a channel, got another, which "
-                "the channel's versions are not of; publish its weights, or make another collector"
+                "policy: expected the module that follows the channel, got another one; publish "
+                "the new weights, or make another collector"
             )
         self._policy = policy
 
     def _maybe_fallback_update(
         self, policy_or_weights: Any = None, *, model_id: str | None = None
     ) -> None:
-        # torchrl calls this without an updater and a scheme, and takes tensordicts only.
+        # torchrl calls this without an updater or scheme; its method accepts tensordicts only.
         if policy_or_weights is None or model_id not in (None, "policy"):
             super()._maybe_fallback_update(policy_or_weights, model_id=model_id)
         else:
@@ -175,25 +174,25 @@ class LLMCollector(_LLMCollector):
     # Batches.
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; an error but Ctrl-C shuts the collector down, and the next call says so."""
+        """Iterate over batches; any error except Ctrl-C shuts the collector down."""
         return Batches(super().__iter__)
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_dialog_turns`` have run; ``None`` if a buffer gets them."""
+        """Yield batches until ``total_dialog_turns``, or ``None`` for each one sent to a buffer."""
         while taken := self._stream.take():
             yield taken.pop()  # a frame that waits keeps no batch
 
-    def _arrive(self) -> TensorDictBase | None:
+    def _next_batch(self) -> TensorDictBase | None:
         self._require_open()
         if self._frames >= self.total_frames:
             return None
         batch = self._collect()
         self._iter += 1
-        self._increment_frames(0)  # they are counted; after the last, the environment is closed
+        self._increment_frames(0)  # already counted; closes the environment after the last batch
         return batch
 
-    def _ahead(self) -> None:
-        """Nothing: turns run when they are asked for."""
+    def _prefetch_next(self) -> None:
+        """Do nothing: turns run on demand."""
 
     def _postproc(self, batch: Any) -> Any:
         batch = finished(batch, self.postproc)
@@ -202,7 +201,7 @@ class LLMCollector(_LLMCollector):
         return batch
 
     def start(self) -> None:
-        """Fill the buffer from a thread, whose error the next call raises, until the shutdown."""
+        """Fill the buffer from a thread until shutdown; its errors are raised by the next call."""
         self._require_open()
         self._stream.start(self.iterator)
 
@@ -211,14 +210,14 @@ class LLMCollector(_LLMCollector):
         return self._stream.is_running()
 
     def rollout(self) -> TensorDictBase:
-        """Run turns until there is a batch, and return it uncounted, before any postprocessing."""
+        """Collect one batch, which is not counted and not postprocessed."""
         batch = self._collect()
         self._frames -= batch.numel()
         return batch
 
     @torch.no_grad()
     def _collect(self) -> TensorDictBase:
-        """The next batch; Ctrl-C at any point leaves it to the next call, or it is counted."""
+        """The next batch; after Ctrl-C the next call returns it, or it is already counted."""
         self._require_open()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
@@ -234,7 +233,7 @@ class LLMCollector(_LLMCollector):
 
     @property
     def stale_turns(self) -> int:
-        """Turns that ``max_staleness`` dropped."""
+        """Number of turns dropped because of ``max_staleness``."""
         return self._stream.dropped
 
     # Weights and versions.
@@ -244,18 +243,18 @@ class LLMCollector(_LLMCollector):
         """The weight updater, or ``None``. Setting one registers it with this collector."""
         set_updater: Any = BaseCollector.weight_updater.fset
         set_updater(self, value)
-        for name in ("push_weights", "update_weights"):  # torchrl's name, and ours
-            if hasattr(self._weight_updater, name):  # an update is one version, whoever calls it
+        for name in ("push_weights", "update_weights"):  # torchrl's name, fusedrl's name
+            if hasattr(self._weight_updater, name):  # one version for each update, whoever calls it
                 update = getattr(self._weight_updater, name)
                 setattr(self._weight_updater, name, self._versions.update()(update))
 
     @property
     def policy_version(self) -> Any:
-        """The version of the next turn, a channel's newest; ``None`` if none is tracked."""
+        """The version of the next turn; ``None`` if versions are not tracked."""
         return self._versions.newest
 
     def increment_version(self) -> None:
-        """Count a new version of the policy. During an update, several calls count one."""
+        """Increment the policy version, at most once for each update."""
         self._versions.count()
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
@@ -264,9 +263,8 @@ class LLMCollector(_LLMCollector):
         It waits for a turn that runs in another thread. With ``channel=`` it does nothing.
 
         Raises:
-            ValueError: the policy has no such names or shapes. Nothing has changed then.
-            RuntimeError: the thread is within a turn, or neither the policy's module, an updater
-                nor a scheme can take weights.
+            ValueError: names or shapes do not match the policy's; no weight is changed.
+            RuntimeError: called within a turn, or there is no module, updater or scheme to update.
             TimeoutError: the turn does not end within 10 minutes.
         """
         self._stream.check()
@@ -274,8 +272,8 @@ class LLMCollector(_LLMCollector):
             return
         if kwargs.get("weights_dict") is not None and not self._weight_sync_schemes:
             raise ValueError(
-                "weights_dict: expected None without weight_sync_schemes, whose models it names, "
-                "got weights; pass those of the policy as the first argument"
+                "weights_dict: expected None without weight_sync_schemes, got weights; pass the "
+                "policy's weights as the first argument"
             )
         with self._versions.update():
             super().update_policy_weights_(*args, **kwargs)
@@ -283,7 +281,7 @@ class LLMCollector(_LLMCollector):
     def receive_weights(
         self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
     ) -> None:
-        """As :meth:`update_policy_weights_`, also with those of the receiving schemes."""
+        """As :meth:`update_policy_weights_`, also from the receiving schemes."""
         has_schemes = receives_by_schemes(self)
         named = [each for each in (policy_or_weights, weights, policy) if each is not None]
         with self._versions.update() if named or has_schemes else nullcontext():
@@ -294,42 +292,42 @@ class LLMCollector(_LLMCollector):
                 receive(policy_or_weights, weights=weights, policy=policy)
 
     def follow(self, follower: Follower) -> Callable[[bool], None]:
-        """Let each turn hold one version of ``follower``, until the returned function is called."""
+        """Run each turn with one version of ``follower`` until the returned function is called."""
         return self._versions.follow(follower)
 
     def scoring(self) -> AbstractContextManager[Any]:
-        """Give the policy the version of the turn in which a transform of ``env`` calls this."""
-        # In a pool, updates wait for the environments.
+        """Context in which a transform of ``env`` uses the version of the current turn."""
+        # In a pool, updates already wait for the environments.
         return nullcontext() if self.async_envs else self._versions.call()
 
-    # The state, and the end.
+    # State and shutdown.
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
-        """Start all dialogs anew at the next rollout; no later batch has turns from before."""
+        """Restart all dialogs at the next rollout, and discard the turns collected so far."""
         if index is not None or kwargs:
             raise NotImplementedError(
-                "index: expected None, got a part of the environment; all dialogs start anew"
+                "index: expected None, got a part of the environment; call reset() without it"
             )
-        with self._stream.taking:  # not between the policy and the environment of a turn
+        with self._stream.taking:  # not in the middle of a turn
             self._loop.restart(finished=True)
 
     def state_dict(self) -> Any:
-        """The state of environment, policy, counts and version; later rollouts do not change it."""
+        """State of environment, policy, counts and version; later rollouts do not change it."""
         self._require_open()
         state = super().state_dict()
         if self._versions.follower is not None and POLICY_STATE in state:
-            state[POLICY_STATE] = copy.deepcopy(self.policy.state_dict())  # is written again
+            state[POLICY_STATE] = copy.deepcopy(self.policy.state_dict())  # slots are reused
         return state
 
     def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:
-        """Restore what :meth:`state_dict` has returned; dialogs start anew.
+        """Restore the result of :meth:`state_dict` and restart the dialogs.
 
-        A policy keeps weights that have come from a channel, and their version, unless it is the
-        channel of a scheme in the trainer's process: that publishes the restored policy, under its
-        version or a greater one. ``strict=False`` takes a state without policy or environment.
+        A policy that follows a channel keeps its weights and version, unless a scheme in the
+        trainer's process owns the channel: it publishes the restored weights under their version or
+        a greater one. ``strict=False`` accepts a state without policy or environment.
 
         Raises:
-            KeyError, TypeError, ValueError: the state does not fit. Nothing has changed then.
+            KeyError, TypeError, ValueError: the state does not match; nothing is changed.
         """
         self._require_open()
         own, given, follower = (
@@ -337,8 +335,8 @@ class LLMCollector(_LLMCollector):
             OrderedDict(state_dict),
             self._versions.follower,
         )
-        loads = policy_with_state(self)  # the trainer's, where a scheme gave the collector a copy
-        # What has come through a channel lies in memory that is only read.
+        loads = policy_with_state(self)  # the trainer's module, if a scheme copied it
+        # Weights from a channel are in read-only memory.
         brought = loads is self.policy and follower is not None and follower.version is not None
         if brought or loads is None:
             for state in (own, given):
@@ -353,18 +351,17 @@ class LLMCollector(_LLMCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """End a thread that was started, close the environment, and stop following the channel.
+        """Stop the background thread, close the environment and stop following the channel.
 
-        A rollout in another thread ends after its current turn, with a ``RuntimeError``.
-
-        It raises what closing raises, or what ended the thread, unless ``raise_on_error=False``.
+        A rollout in another thread raises ``RuntimeError`` after its current turn. Errors of the
+        environment and of the background thread are raised unless ``raise_on_error=False``.
         """
         stream = self._stream
         stream.stop()
         stream.join(timeout)
         if not stream.is_running():
             self._ends = True
-            # Closed while it steps, an environment fails in ways that do not say why.
+            # An environment that is closed while it steps fails with unrelated errors.
             if stream.taking.acquire(timeout=-1 if timeout is None else timeout):
                 stream.taking.release()
         try:

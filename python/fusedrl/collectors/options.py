@@ -1,4 +1,4 @@
-"""The arguments of collectors of dialogs; checks of arguments and states before their use."""
+"""Arguments of the dialog collectors, and validation of arguments and states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Policy = Callable[[TensorDictBase], TensorDictBase]
 
 @dataclass(eq=False)
 class DialogOptions:
-    """The arguments of :class:`fusedrl.LLMCollector`, checked when the record is made."""
+    """The arguments of :class:`fusedrl.LLMCollector`, validated on construction."""
 
     env: Any
     _: KW_ONLY
@@ -47,7 +47,7 @@ class DialogOptions:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        """Check all of them."""
+        """Validate all arguments."""
         check_whole("dialog_turns_per_batch", self.dialog_turns_per_batch, 1)
         check_total("total_dialog_turns", self.total_dialog_turns)
         check_versions(self.track_policy_version, self.max_staleness)
@@ -62,33 +62,33 @@ class DialogOptions:
         whole, last = self.yield_completed_trajectories, self.yield_only_last_steps
         if self.dialog_turns_per_batch is None and not self.completed:
             raise TypeError(
-                "dialog_turns_per_batch: expected a number of turns, got None; it may be left out "
-                "with yield_completed_trajectories only"
+                "dialog_turns_per_batch: expected a number of turns, got None; it is optional only "
+                "with yield_completed_trajectories"
             )
         if last and (whole is False or self.flatten_data is not None or self.reset_at_each_iter):
             raise TypeError(
-                "yield_only_last_steps: expected it without yield_completed_trajectories=False, "
-                "flatten_data and reset_at_each_iter, got one of them; leave that out"
+                "yield_only_last_steps: expected no yield_completed_trajectories=False, "
+                "flatten_data or reset_at_each_iter with it, got one of them; leave it out"
             )
 
     @property
     def completed(self) -> bool:
-        """Whether batches have completed trajectories."""
+        """Whether batches contain only completed trajectories."""
         return bool(self.yield_completed_trajectories or self.yield_only_last_steps)
 
     @property
     def flat(self) -> bool:
-        """Whether batches have one dimension."""
+        """Whether batches are one-dimensional."""
         has_buffer = self.replay_buffer is not None or self.queue is not None
         return has_buffer if self.flatten_data is None else self.flatten_data
 
 
-# What Python says of an argument that is missing or unknown.
+# The name in Python's errors about missing or unknown arguments.
 DialogOptions.__init__.__qualname__ = "LLMCollector.__init__"
 
 
 def check_versions(track: Any, max_staleness: Any) -> None:
-    """Check what counts versions, and the bound of their age, which is for counted ones alone."""
+    """Check ``track_policy_version`` and ``max_staleness``, which requires tracking."""
     check_whole("max_staleness", max_staleness, 0)
     if not isinstance(track, bool | PolicyVersion):
         raise TypeError(
@@ -99,21 +99,21 @@ def check_versions(track: Any, max_staleness: Any) -> None:
         check_counts(track)
     if max_staleness is not None and track is False:
         raise TypeError(
-            f"max_staleness: expected track_policy_version beside it, got {max_staleness} alone; "
+            f"max_staleness: expected track_policy_version with it, got {max_staleness} alone; "
             "pass track_policy_version=True"
         )
 
 
 def check_channel(channel: Any, mode: Any, *kinds: type) -> None:
-    """Check what weights come through, if they come through a channel of others, and how."""
+    """Check ``channel`` and ``channel_mode``."""
     if mode not in ("alias", "copy"):
         raise ValueError(
             f"channel_mode: expected 'alias' or 'copy', got {mode!r}; leave it out for 'alias'"
         )
     if channel is None and mode != "alias":
         raise TypeError(
-            f"channel_mode: expected a channel beside it, got {mode!r} alone; leave it out, or "
-            "give the mode to the weight sync scheme"
+            f"channel_mode: expected a channel with it, got {mode!r} alone; leave it out, or pass "
+            "the mode to the weight sync scheme"
         )
     if channel is not None and not isinstance(channel, kinds):
         raise TypeError(
@@ -123,14 +123,14 @@ def check_channel(channel: Any, mode: Any, *kinds: type) -> None:
 
 
 def check_one(**ways: Any) -> None:
-    """Check that at most one of these arguments is given, each of which would do without others."""
+    """Check that at most one of these mutually exclusive arguments is given."""
     given = [name for name, way in ways.items() if way is not None]
     if len(given) > 1:
         raise TypeError(f"{given[0]}: expected it or {given[1]}, got both; drop one")
 
 
 def check_whole(name: str, value: Any, least: int, optional: bool = True) -> None:
-    """Raise unless the value of an argument is a whole number, ``least`` or more, or ``None``."""
+    """Raise unless ``value`` is an integer of at least ``least``, or ``None`` if optional."""
     if value is None and optional:
         return
     if not isinstance(value, SupportsIndex) or isinstance(value, bool | float):
@@ -140,7 +140,7 @@ def check_whole(name: str, value: Any, least: int, optional: bool = True) -> Non
 
 
 def check_total(name: str, value: Any) -> float:
-    """A total, which may be a float such as 1e6; -1, infinity and ``None`` never end."""
+    """A total as an integer (1e6 is accepted); -1, infinity and ``None`` mean no limit."""
     if value is None or value in (-1, float("inf")):
         return float("inf")
     total = int(value) if isinstance(value, float) and value.is_integer() else value
@@ -149,19 +149,19 @@ def check_total(name: str, value: Any) -> float:
 
 
 def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool = True) -> None:
-    """Raise unless a collector with its ``own`` state can load the given one, or parts of it."""
+    """Raise unless a collector with the state ``own`` can load the state ``given``."""
     needed = {"frames", "iter", *(name for name in own if strict and name.endswith("state_dict"))}
-    mine, theirs = (
+    expected, found = (
         _shapes({name: state[name] for name in own if name in needed or name in given})
         for state in (own, given)
     )
-    if strict and (others := mine.keys() ^ theirs.keys()):
+    if strict and (others := expected.keys() ^ found.keys()):
         raise KeyError(f"state_dict: expected the collector's entries, got others: {min(others)}")
-    for name in mine.keys() & theirs.keys():
-        if None not in (mine[name], theirs[name]) and mine[name] != theirs[name]:
+    for name in expected.keys() & found.keys():
+        if None not in (expected[name], found[name]) and expected[name] != found[name]:
             raise ValueError(
-                f"{name}: expected shape {mine[name]}, got {theirs[name]}; load the state of a "
-                "collector of the same environment and policy"
+                f"{name}: expected shape {expected[name]}, got {found[name]}; load the state of a "
+                "collector with the same environment and policy"
             )
     for name, least in (("frames", 0), ("iter", -1), ("policy_version", 0)):
         if name in given and name in own:
@@ -174,7 +174,7 @@ def check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool =
 
 
 def _shapes(state: Any, path: str = "") -> dict[str, tuple[int, ...] | None]:
-    """The shapes of a state's tensors by their paths, and ``None`` for everything else."""
+    """Shapes of the tensors of a state by path, and ``None`` for other values."""
     if isinstance(state, Mapping):
         parts = (_shapes(part, f"{path}.{name}".lstrip(".")) for name, part in state.items())
         return dict(ChainMap({path: None}, *parts))

@@ -1,4 +1,4 @@
-"""Tags turns with the version of the policy that made them."""
+"""Tag turns with the version of the policy that generated them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from fusedrl.compat.torchrl import step
 from fusedrl.vllm.token_versions import PADDING, TOKENS_KEY
 from fusedrl.weights.collector import VERSION_KEY
 
-HISTORY = 1000  # entries that version_history keeps
+HISTORY = 1000  # maximum length of version_history
 
 
 class PolicyVersion(_PolicyVersion):
-    """Tags what an environment returns with the version of the policy, an integer that counts.
+    """Tags the output of an environment with the version of the policy, an integer counter.
 
-    As a transform it writes ``"policy_version"``, int64 of the batch's shape, at each reset and
-    step. A collector that gets it as ``track_policy_version=`` writes the version that the policy
-    had when it was called for the turn: another thread may have changed the version by the time the
-    environment steps. It counts one version for each weight update.
+    As a transform it writes ``"policy_version"``, int64 with the shape of the batch, at each reset
+    and step. A collector with ``track_policy_version=`` writes the version at the time of the call
+    of the policy, since another thread may update the weights before the environment steps. Each
+    weight update increments the version by one.
 
-    A policy whose weights change while it generates can report the version of each token under
-    ``"token_policy_version"`` (int64, one row for each sample, ragged or padded with -1), as vLLM's
-    policies do. A collector then has them in ``"next"`` too and tags the turn with the oldest of
-    them, and :meth:`span` reads them.
+    A policy whose weights change during generation, such as a vLLM policy, can report a version for
+    each token under ``"token_policy_version"`` (int64, one row for each sample, ragged or padded
+    with -1). A collector copies them to ``"next"`` and tags the turn with the oldest one;
+    :meth:`span` reads them.
 
     Raises:
         ValueError: ``version_type`` is neither ``int`` nor ``"int"``.
@@ -52,19 +52,19 @@ class PolicyVersion(_PolicyVersion):
     def __init__(self, version_type: type | Literal["int"] = int) -> None:
         if version_type not in (int, "int"):
             raise ValueError(
-                f"version_type: expected 'int', got {version_type!r}; versions are integers: tell "
-                "equal ones of two collectors apart by pairs of a collector and a version"
+                f"version_type: expected 'int', got {version_type!r}; versions are integers: to "
+                "distinguish collectors, use pairs of a collector and a version"
             )
         super().__init__(version_type)
 
     def _increment_version(self, init: bool = False) -> None:
-        # torchrl's adds to the history what the setter has added.
+        # torchrl's method would add a second history entry after the setter.
         current: Any = self._current_version
         self.version = 0 if init else current + 1
 
     @_PolicyVersion.version.setter
     def version(self, value: int) -> None:
-        """Assigning a version records the change: an integer, 0 or more, as -1 is none."""
+        """Set the version, a nonnegative integer, and record the change; -1 marks padding."""
         if isinstance(value, bool):
             raise TypeError(f"version: expected an integer, got {value}; count from 0")
         new = operator.index(value)
@@ -75,17 +75,17 @@ class PolicyVersion(_PolicyVersion):
         self._current_version = new
 
     def span(self, batch: TensorDictBase) -> tuple[int, int]:
-        """The oldest and the newest version in a batch; ``ValueError`` if it has none."""
+        """Oldest and newest version in a batch; ``ValueError`` if it has none."""
         versions = versions_in(batch)
         return min(versions), max(versions)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the version that the policy has now."""
+        """Write the current version of the policy."""
         return step(self, tensordict, tensordict)
 
 
 def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
-    """An environment with the tracker that is asked for, and the tracker; a pool needs none."""
+    """The environment with the requested tracker appended (not to a pool), and the tracker."""
     tracker = PolicyVersion() if track is True else track or None
     if tracker is None or isinstance(env, AsyncEnvPool):
         return env, tracker
@@ -93,16 +93,16 @@ def tracked(env: Any, track: bool | _PolicyVersion) -> tuple[Any, Any]:
         env = env.append_transform(tracker)
     if VERSION_KEY not in list(env.observation_spec):
         raise ValueError(
-            "track_policy_version: expected a tracker that is in env or in none, got one of "
-            "another environment; make a PolicyVersion for each"
+            "track_policy_version: expected a tracker of env or a new one, got that of another "
+            "environment; make a PolicyVersion for each environment"
         )
     return env, tracker
 
 
 def stamp_turn(turn: TensorDictBase, version: int) -> None:
-    """Write the version of a turn into it and its ``"next"``, or the oldest version of its tokens.
+    """Write the version of a turn, or the oldest one of its tokens, to the root and ``"next"``.
 
-    If the policy reported versions of tokens, ``"next"`` gets them.
+    Token versions reported by the policy are copied to ``"next"``.
     """
     if isinstance(turn, LazyStackedTensorDict):
         for part in turn.tensordicts:
@@ -111,7 +111,7 @@ def stamp_turn(turn: TensorDictBase, version: int) -> None:
     following, tokens = turn.get("next"), turn.get(TOKENS_KEY, None)
     versions = torch.full(turn.batch_size, version, dtype=torch.int64, device=turn.device)
     if tokens is not None:
-        following.set(TOKENS_KEY, tokens.clone())  # a batch may be written to
+        following.set(TOKENS_KEY, tokens.clone())  # users may write to the batch
         if tokens.is_nested:
             tokens = tokens.to_padded_tensor(PADDING)
         rows = tokens.flatten(turn.batch_dims)
@@ -124,9 +124,9 @@ def stamp_turn(turn: TensorDictBase, version: int) -> None:
 
 
 def mark_padding(batch: TensorDictBase) -> TensorDictBase:
-    """Give what fills up short trajectories the version -1, none, where torchrl gives it 0.
+    """Set the version of padding in short trajectories to -1, where torchrl has 0.
 
-    The batch is changed in place, if it has a ``("collector", "mask")``.
+    Works in place; a batch without ``("collector", "mask")`` has no padding.
     """
     mask = batch.get(("collector", "mask"), None)
     if mask is None:
@@ -141,7 +141,7 @@ def mark_padding(batch: TensorDictBase) -> TensorDictBase:
 
 
 def versions_in(batch: TensorDictBase) -> set[int]:
-    """All versions in a batch: those of the tokens if there are any, else those of the turns."""
+    """All versions in a batch: of the tokens if reported, else of the turns."""
     flat: Any = batch.reshape(-1)
     for key in (TOKENS_KEY, VERSION_KEY):
         for part in (flat.get("next", flat), flat):

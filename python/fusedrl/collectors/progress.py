@@ -1,4 +1,4 @@
-"""The figures of a batch, and a line of them in the log."""
+"""Metrics of a batch of turns, and their log line."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ MASK = ("masks", "all_attention_mask")
 
 
 def log_batch(collector: Any, batch: TensorDictBase) -> None:
-    """Log how many turns a collector has run, and the figures of a batch."""
-    figures = turn_metrics(batch, collector.policy_version, prefix="")
-    del figures["count"]
-    figures = {"turns": frames_of(collector)} | figures
-    said = ", ".join(f"{name} {round(value, 3):.9g}" for name, value in figures.items())
-    logging.getLogger("fusedrl").info("%s: %s", collector.__class__.__name__, said)
+    """Log the number of turns that a collector has run, and the metrics of a batch."""
+    metrics = turn_metrics(batch, collector.policy_version, prefix="")
+    del metrics["count"]
+    metrics = {"turns": frames_of(collector)} | metrics
+    line = ", ".join(f"{name} {round(value, 3):.9g}" for name, value in metrics.items())
+    logging.getLogger("fusedrl").info("%s: %s", collector.__class__.__name__, line)
 
 
 def turn_metrics(
     batch: TensorDictBase, newest: int | None = None, prefix: str = "turns/"
 ) -> dict[str, float]:
-    """The figures of a batch of turns as one flat dictionary, for a logger.
+    """Metrics of a batch of turns as a flat dictionary for a logger.
 
-    It goes with those of :func:`fusedrl.loss_metrics` to torchrl's ``logger.log_metrics(metrics,
-    step=step)`` or TRL's ``trainer.log(metrics)``.
+    Pass it, with the result of :func:`fusedrl.loss_metrics`, to torchrl's
+    ``logger.log_metrics(metrics, step=step)`` or TRL's ``trainer.log(metrics)``.
 
     Args:
-        batch: what a collector gives, of any shape.
-        newest: the newest version, as ``collector.policy_version``.
-        prefix: what every name begins with.
+        batch: a batch of a collector, of any shape.
+        newest: the newest version, such as ``collector.policy_version``.
+        prefix: prefix of every name.
 
     Returns:
-        ``count`` of the turns, ``tokens`` of their responses, the mean ``reward``, without those
-        that the batch lacks, and with ``newest`` the oldest ``version`` and its ``staleness``, or a
-        ``ValueError`` if it has no versions.
+        ``count`` of turns, ``tokens`` of their responses and mean ``reward``, as far as the batch
+        has them. With ``newest`` also the oldest ``version`` and its ``staleness``; a batch without
+        versions is a ``ValueError``.
 
     Example:
         >>> import torch
@@ -54,20 +54,20 @@ def turn_metrics(
     if not batch.batch_size.numel():
         return {f"{prefix}count": 0.0}
     flat: Any = batch.reshape(-1)
-    figures: dict[str, float] = {"count": flat.shape[0]}
+    metrics: dict[str, float] = {"count": flat.shape[0]}
     responses, masks = flat.get(("tokens", "response"), as_list=True), flat.get(MASK, as_list=True)
     if responses is None:
         responses, masks = flat.get("tokens_response", as_list=True), None
     if responses is not None:
-        tokens = (  # a mask counts no padding
+        tokens = (  # without padding, if there is a mask
             r.numel() if mask is None else int(mask[..., mask.shape[-1] - r.shape[-1] :].sum())
             for r, mask in zip(responses, masks or repeat(None), strict=False)
         )
-        figures["tokens"] = sum(tokens)
+        metrics["tokens"] = sum(tokens)
     rewards = flat.get("next", flat).get("reward", as_list=True)
     if rewards is not None:
-        figures["reward"] = torch.cat([*map(torch.flatten, rewards)]).float().mean().item()
+        metrics["reward"] = torch.cat([*map(torch.flatten, rewards)]).float().mean().item()
     if newest is not None:
         oldest = min(versions_in(flat))
-        figures |= {"version": oldest, "staleness": newest - oldest}
-    return {f"{prefix}{name}": float(value) for name, value in figures.items()}
+        metrics |= {"version": oldest, "staleness": newest - oldest}
+    return {f"{prefix}{name}": float(value) for name, value in metrics.items()}

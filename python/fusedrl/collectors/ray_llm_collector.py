@@ -1,4 +1,4 @@
-"""torchrl's ``RayLLMCollector``: dialogs that are collected in an actor of a Ray cluster."""
+"""Drop-in replacement for torchrl's ``RayLLMCollector``: collects dialogs in a Ray actor."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from fusedrl.transport import Serialized, deserialize, serialize
 from fusedrl.weights.ray_store import stored
 
 SECONDS_TO_END = 10.0
-BESIDE = "beside"  # the thread of the actor that does not wait for a batch
+CONTROL = "control"  # concurrency group of calls that must not wait for a batch
 WEIGHTS = ("policy_or_weights", "weights", "policy", "policy_weights")  # arguments of an update
 
 
 class DialogActor(LLMCollector):
-    """A collector in a process of its own; all turns that a batch runs have one version."""
+    """The collector in the actor; all turns of a batch have one version."""
 
     def __init__(self, seed: int, **options: Any) -> None:
-        # Weights are views of Ray's store, which nobody writes.
+        # Weights are read-only views of Ray's object store.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         super().__init__(**options)
         self._versions.patience = 1e9  # a batch may take hours
-        torch.manual_seed(seed)  # all processes start with the same; a factory may have set one
+        torch.manual_seed(seed)  # processes start with equal seeds; a factory may have set one
 
     def _collect(self) -> TensorDictBase:
-        """As for :class:`LLMCollector`; an update waits for the end of the batch."""
+        """As for :class:`LLMCollector`; weight updates wait for the end of the batch."""
         with self._versions.call():
             return super()._collect()
 
     def collect(self) -> tuple[Serialized | None, ...]:
-        """One batch, ``None`` if a replay buffer has it; no batch if all turns have run."""
+        """A tuple with the next batch (``None`` if a buffer got it), or ``()`` at the end."""
         self._iterator = self._iterator or iter(self)
         for batch in self._iterator:
             return (None if batch is None else serialize(batch.copy().clear_device_()),)
@@ -48,7 +48,7 @@ class DialogActor(LLMCollector):
     def _maybe_fallback_update(
         self, policy_or_weights: Any = None, *, model_id: str | None = None
     ) -> None:
-        # torchrl calls this without an updater and a scheme. Nobody trains the policy here.
+        # torchrl calls this without an updater or scheme; the actor does not train the policy.
         if policy_or_weights is None:
             raise ValueError(
                 "policy_or_weights: expected weights, got none; pass the trained policy, its "
@@ -57,49 +57,49 @@ class DialogActor(LLMCollector):
         super()._maybe_fallback_update(policy_or_weights, model_id=model_id)
 
     def increment_version(self) -> None:
-        """Count a version; a batch that is being collected keeps its own."""
+        """Increment the version; the batch in progress keeps its version."""
         with self._versions.update():
             pass
 
 
-def _refusing(name: str) -> Any:
-    """A method that needs environment, policy or updater, which are in the actor."""
+def _unavailable(name: str) -> Any:
+    """A method that raises, as environment, policy and updater are in the actor."""
 
     def refuse(self: RayLLMCollector, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{name}: expected a collector of this process, got one in an actor, remote_collectors"
-            f"[0]; ask that by .{name}.remote() or .get_distant_attr.remote({name!r})"
+            f"{name}: expected a collector in this process, got one in an actor; call {name}"
+            f".remote() or get_distant_attr.remote({name!r}) of remote_collectors[0]"
         )
 
     return refuse
 
 
 class RayLLMCollector(_RayLLMCollector):
-    """Collects dialogs in an actor of a Ray cluster, which is an :class:`LLMCollector`.
+    """Collects dialogs with an :class:`LLMCollector` in a Ray actor.
 
-    It takes the place of torchrl's class, and ``isinstance`` accepts it as one. Environment and
-    policy live in the actor. An update puts the weights into Ray's object store, from which the
-    actor copies them into its policy, and counts one version. It comes after the batch that was
-    asked for before it, so that all turns which a batch runs have one version.
+    A subclass of torchrl's class that accepts the same arguments. Environment and policy live in
+    the actor. A weight update puts the weights into Ray's object store, from which the actor copies
+    them, and counts one version. It runs after the batches that were requested before it, so that
+    all turns run for a batch have one version.
 
     Args:
         env: an environment, or a function that makes one in the actor.
-        replay_buffer: a ``RayReplayBuffer``, which the actor extends; the iterator yields ``None``.
-        ray_init_config: arguments of ``ray.init``, which is called unless Ray runs.
+        replay_buffer: a ``RayReplayBuffer`` that the actor extends; the iterator yields ``None``.
+        ray_init_config: arguments of ``ray.init``, which is called unless Ray is initialized.
         remote_config: Ray's options for the actor: ``resources``, ``scheduling_strategy``, ...
-        sync_iter: with ``True`` the actor collects while you wait for a batch. With ``False`` it
-            collects the next batch while you use the last one.
-        num_cpus: number of CPUs of the actor, unless ``remote_config`` names it.
-        num_gpus: number of GPUs of the actor, unless ``remote_config`` names it.
+        sync_iter: ``True`` collects a batch when you ask for it; ``False`` collects the next batch
+            while you use the last one.
+        num_cpus: number of CPUs of the actor, unless in ``remote_config``.
+        num_gpus: number of GPUs of the actor, unless in ``remote_config``.
 
-    Further arguments are those of :class:`fusedrl.LLMCollector`, which are sent to the actor: its
-    output has the progress, and its log says what ``max_staleness`` drops.
+    Further arguments are those of :class:`fusedrl.LLMCollector` and are sent to the actor; its
+    output has the log lines of ``verbose`` and ``max_staleness``.
 
     Raises:
-        TypeError, ValueError: as for :class:`LLMCollector`, or a buffer of this process.
+        TypeError, ValueError: as for :class:`LLMCollector`, or a buffer in this process.
         ImportError: Ray is not installed.
-        ray.exceptions.RayActorError: later, with its reason: the actor could not make its
-            collector, or is dead. What the collector raises is raised here, with its traceback.
+        ray.exceptions.RayActorError: on the first call that reaches the actor: it could not make
+            its collector, or is dead. Exceptions of the collector are raised with its traceback.
 
     Example:
         >>> from fusedrl import RayLLMCollector
@@ -112,7 +112,7 @@ class RayLLMCollector(_RayLLMCollector):
         ...     collector.shutdown()
     """
 
-    closed = True  # until the actor is asked for
+    closed = True  # until the actor is requested
     total_dialog_turns: Any = None
     dialog_turns_per_batch: Any = None
 
@@ -131,95 +131,94 @@ class RayLLMCollector(_RayLLMCollector):
         options = DialogOptions(env, replay_buffer=_client_of(replay_buffer), **arguments)
         _start_ray(ray_init_config)
         self.sync_iter, self.replay_buffer = sync_iter, options.replay_buffer
-        # What torchrl's __len__ computes with; list() asks for a length.
+        # Read by torchrl's __len__, which list() calls.
         self.total_frames: Any = check_total("total_dialog_turns", options.total_dialog_turns)
         self.requested_frames_per_batch = options.dialog_turns_per_batch or 1
         self.total_dialog_turns = self.total_frames
         self.dialog_turns_per_batch = self.requested_frames_per_batch
-        self._pending: Any = None  # the reference to a batch that was not handed out yet
+        self._pending: Any = None  # reference to the next batch
         seed = int(torch.randint(2**62, ()))
         of_ray: dict[str, Any] = {} if remote_config is None else dict(remote_config)
-        # One thread takes batches and updates in the order in which they are asked for.
+        # One thread runs collect() and updates in the order of the calls.
         of_ray["max_concurrency"] = 1
-        of_ray["concurrency_groups"] = {**of_ray.get("concurrency_groups", {}), BESIDE: 1}
+        of_ray["concurrency_groups"] = {**of_ray.get("concurrency_groups", {}), CONTROL: 1}
         for name, given in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
             if given is not None:
                 of_ray.setdefault(name, given)
         actor = DialogActor.as_remote(of_ray)
-        # As RayRemoteWeightUpdater takes them.
+        # The name that RayRemoteWeightUpdater reads.
         self.remote_collectors = [actor.remote(seed, **vars(options))]
         self.closed = False
 
     @property
-    def _collector(self) -> Any:  # what torchrl's class asks
+    def _collector(self) -> Any:  # read by torchrl's class
         if self.closed:
             raise RuntimeError(SHUT_DOWN)
         return self.remote_collectors[0]
 
     state_dict, load_state_dict, reset, set_seed, getattr_policy, getattr_env = map(
-        _refusing,
+        _unavailable,
         ("state_dict", "load_state_dict", "reset", "set_seed", "getattr_policy", "getattr_env"),
     )
-    weight_updater: Any = _RayLLMCollector.weight_updater.getter(_refusing("weight_updater"))
+    weight_updater: Any = _RayLLMCollector.weight_updater.getter(_unavailable("weight_updater"))
 
     def __del__(self) -> None:
-        """Nothing: an actor ends with its last handle, which another process may have."""
+        """Do nothing: Ray ends the actor with its last handle, maybe in another process."""
 
-    def _take(self, ahead: bool) -> tuple[TensorDictBase | None, ...]:
-        """One batch, or none at the end; ``ahead`` lets the actor collect another one."""
+    def _next_batch(self, ahead: bool) -> tuple[TensorDictBase | None, ...]:
+        """The next batch, or ``()`` at the end; ``ahead`` requests the following one."""
         import ray
 
         if self._pending is None:
             self._pending = self._collector.collect.remote()
         try:
             taken = ray.get(self._pending)
-        except Exception:  # after Ctrl-C the batch is still to come
+        except Exception:  # not after Ctrl-C: the batch will still arrive
             self._pending = None
             raise
         self._pending = self._collector.collect.remote() if ahead and taken else None
         return tuple(None if batch is None else deserialize(batch) for batch in taken)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, as :meth:`iterator` yields them; Ctrl-C does not end them."""
+        """Iterate over batches; Ctrl-C does not end the iteration."""
         return Batches(self.iterator)
 
     def iterator(self) -> Iterator[Any]:
-        """Batches until all turns have run; ``None`` each where a buffer gets them."""
-        while taken := self._take(ahead=not self.sync_iter):
+        """Yield batches until ``total_dialog_turns``, or ``None`` for each one sent to a buffer."""
+        while taken := self._next_batch(ahead=not self.sync_iter):
             yield taken[0]
 
     def next(self) -> Any:
-        """The next batch; ``None`` at the end, and if a replay buffer gets it."""
-        return next(iter(self._take(ahead=False)), None)
+        """The next batch; ``None`` at the end, or if a replay buffer gets it."""
+        return next(iter(self._next_batch(ahead=False)), None)
 
-    def _beside(self, method: Any, **arguments: Any) -> Any:
-        """Call a method of the actor that does not wait for a batch; a reference to the result."""
-        return method.options(concurrency_group=BESIDE).remote(**arguments)
+    def _call_control(self, method: Any, **arguments: Any) -> Any:
+        """Call a method of the actor without waiting for a batch; returns an object reference."""
+        return method.options(concurrency_group=CONTROL).remote(**arguments)
 
     def is_running(self) -> bool:
-        """Whether the actor fills its buffer after :meth:`start`."""
+        """Whether :meth:`start` was called and the actor still fills the buffer."""
         import ray
 
-        return ray.get(self._beside(self._collector.is_running))
+        return ray.get(self._call_control(self._collector.is_running))
 
     @property
     def policy_version(self) -> int | None:
         """The version of the actor's next turn; ``None`` if versions are not tracked."""
         import ray
 
-        return ray.get(self._beside(self._collector.get_policy_version))
+        return ray.get(self._call_control(self._collector.get_policy_version))
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
         """Update the policy's weights between two batches, and count one version.
 
         Args:
-            policy_or_weights: a tensordict, a module or a state dict. Only a weight updater does
-                without.
+            policy_or_weights: tensordict, module or state dict; optional with a weight updater.
             options: further arguments of :meth:`LLMCollector.update_policy_weights_`.
 
         Raises:
-            ValueError: there are no weights, several ranks have parts of them, or they do not fit.
-                Nothing has changed then.
+            ValueError: the weights are missing, sharded over ranks, or do not match; no weight is
+                changed.
             ray.exceptions.RayActorError: the actor is dead.
         """
         import ray
@@ -229,7 +228,7 @@ class RayLLMCollector(_RayLLMCollector):
         ray.get(self._collector.update_policy_weights_.remote(**(options | sent)))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the actor after its current turn, or kill it after ``timeout=10`` seconds."""
+        """End the actor after its current turn; kill it after ``timeout`` seconds (default 10)."""
         import ray
         from ray.exceptions import RayActorError
 
@@ -237,12 +236,12 @@ class RayLLMCollector(_RayLLMCollector):
             return
         actor, self._pending, self.closed = self._collector, None, True
         try:
-            end = self._beside(actor.shutdown, close_env=close_env)
+            end = self._call_control(actor.shutdown, close_env=close_env)
             ended, _ = ray.wait([end], timeout=SECONDS_TO_END if timeout is None else timeout)
             for answer in ended:
                 ray.get(answer)
         except RayActorError:
-            pass  # it has ended already
+            pass  # already dead
         finally:
             ray.kill(actor)
 
@@ -250,13 +249,13 @@ class RayLLMCollector(_RayLLMCollector):
 
 
 def _client_of(buffer: Any) -> Any:
-    """What the actor extends in the place of a buffer, if there is one."""
+    """The client of a ``RayReplayBuffer`` that the actor extends."""
     client = ray_buffer_client(buffer)
     if buffer is not None and client is None:
         raise TypeError(
-            f"replay_buffer: expected a RayReplayBuffer, got a {type(buffer).__name__}, of which "
-            "the actor would fill a copy; make a RayReplayBuffer, or extend this one with the "
-            "batches that you iterate over"
+            f"replay_buffer: expected a RayReplayBuffer, got a {type(buffer).__name__}, which the "
+            "actor would copy; make a RayReplayBuffer, or extend this buffer with the batches in "
+            "your loop"
         )
     return client
 

@@ -1,4 +1,4 @@
-"""The bundled chats, a tiny chat model made from them in seconds, and an environment of them."""
+"""Bundled chats, a tiny chat model trained on them in seconds, and an environment."""
 
 from fusedrl.demo.models import CHATS, make_reference
 

@@ -1,4 +1,4 @@
-"""The environment of ``examples/grpo.py``: the bundled questions, and a reward for digits."""
+"""The environment of ``examples/grpo.py``: the bundled questions, with a reward for digits."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Rewards = Callable[[list[str]], torch.Tensor]
 
 
 def digits(answers: list[str]) -> torch.Tensor:
-    """The share of digits in each answer, 0 for an empty one."""
-    said = map(_text, answers)
-    return torch.tensor([sum(map(str.isdigit, text)) / max(len(text), 1) for text in said])
+    """The fraction of digits in each answer, 0 for an empty one."""
+    texts = map(_text, answers)
+    return torch.tensor([sum(map(str.isdigit, text)) / max(len(text), 1) for text in texts])
 
 
 def write_answers(file: Path, batches: Iterable[dict[str, Any]]) -> None:
-    """Write questions and answers as ``fusedrl score`` reads them.
+    """Write questions and answers in a format of ``fusedrl score``.
 
     Args:
-        file: JSON lines, replaced if there.
-        batches: what ``train()`` of ``examples/grpo.py`` returned.
+        file: JSON lines file to write.
+        batches: result of ``train()`` of ``examples/grpo.py``.
     """
     with file.open("w", encoding="utf-8") as lines:
         for batch in batches:
-            for prompt, said in zip(batch["prompts"], batch["completions"], strict=True):
-                json.dump({"prompt": prompt, "completion": _text(said)}, lines)
+            for prompt, answer in zip(batch["prompts"], batch["completions"], strict=True):
+                json.dump({"prompt": prompt, "completion": _text(answer)}, lines)
                 lines.write("\n")
 
 
@@ -44,10 +44,10 @@ def _text(answer: str) -> str:
 
 
 class Reward(Transform):
-    """Writes the reward of each answer as torchrl's scorers shape it.
+    """Writes the reward of each answer, with the shape of torchrl's scorers.
 
     Args:
-        rewards: a function that maps the answers of a group to a float for each.
+        rewards: function from the answers of a group to one reward each.
     """
 
     def __init__(self, rewards: Rewards) -> None:
@@ -59,17 +59,17 @@ class Reward(Transform):
         return next_tensordict.set("reward", rewards.view(-1, 1, 1))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """As ``_step`` makes it."""
+        """The shape that ``_step`` writes."""
         reward_spec["reward"] = Unbounded(shape=torch.Size((*reward_spec.shape, 1, 1)))
         return reward_spec
 
 
 def make_env(tokenizer: Any, group: int, rewards: Rewards) -> TransformedEnv:
-    """Each bundled question goes to ``group`` dialogs, which end after one answer.
+    """An environment that asks each bundled question in ``group`` dialogs of one turn.
 
     Args:
-        tokenizer: that of the policy.
-        group: number of dialogs that run side by side.
+        tokenizer: the tokenizer of the policy.
+        group: number of parallel dialogs.
         rewards: see :class:`Reward`.
     """
     questions = [
@@ -88,5 +88,5 @@ def make_env(tokenizer: Any, group: int, rewards: Rewards) -> TransformedEnv:
     env = TransformedEnv(ChatEnv(batch_size=(group,), tokenizer=tokenizer))
     env.append_transform(DataLoadingPrimer(dataloader=loader))
     env.append_transform(Reward(rewards))
-    # A chat has no end of its own, and MCAdvantage takes trajectories that are done: of one turn.
+    # ChatEnv never ends a dialog, and MCAdvantage needs finished trajectories: end after one turn.
     return env.append_transform(StepCounter(max_steps=1))

@@ -1,4 +1,4 @@
-"""Make a tiny chat model that has learned the bundled chats."""
+"""Train a tiny chat model on the bundled chats."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TEMPLATE = (
 def make_reference(folder: Path, *, steps: int = 100, seed: int = 0) -> None:
     """Train a tiny model on the bundled chats and save it for ``from_pretrained``.
 
-    A token is a byte of UTF-8, so that the text of an answer has the tokens that were sampled.
+    Tokens are bytes, so that tokenising an answer again gives the sampled tokens.
 
     Args:
-        folder: directory to write, made if absent.
-        steps: optimiser steps, of 4 chats each.
+        folder: output directory, created if necessary.
+        steps: optimiser steps with 4 chats each.
         seed: seeds the initial weights and the order of the chats.
     """
     tokenizer = make_tokenizer([""], size=0)
@@ -44,8 +44,8 @@ def make_reference(folder: Path, *, steps: int = 100, seed: int = 0) -> None:
         model = make_model(len(tokenizer))
         tokenizer.save_pretrained(folder)
         model.config.save_pretrained(folder)
-        # Train on what scoring will read: AutoTokenizer gives a Qwen2 folder Qwen2's own way of
-        # splitting text, whatever the tokenizer was saved with.
+        # Train with the tokenizer that scoring will load: for Qwen2, AutoTokenizer replaces the
+        # saved pre-tokenizer.
         loaded = AutoTokenizer.from_pretrained(folder)
         with one_thread():
             chats = [tokenize_chat(chat, loaded) for chat in bundled_chats()]
@@ -59,7 +59,7 @@ def bundled_chats() -> list[Chat]:
 
 
 def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on ``texts``, with a chat template and no generation markers."""
+    """A byte-level BPE trained on ``texts``, with a chat template without generation markers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -81,7 +81,7 @@ def make_tokenizer(texts: list[str], size: int = 1500) -> PreTrainedTokenizerFas
 
 
 def make_model(vocabulary: int) -> Qwen2ForCausalLM:
-    """An untrained Qwen2: 225,000 parameters, and 96 more for each token of its vocabulary."""
+    """An untrained Qwen2 with 225,000 parameters plus 96 for each token of the vocabulary."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
@@ -101,10 +101,7 @@ def make_model(vocabulary: int) -> Qwen2ForCausalLM:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets torch compute on one thread: in products as small as these, others would wait for it.
-
-    On a busy machine they wait for most of the time.
-    """
+    """Limit torch to one thread, since synchronisation would dominate in such small products."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -122,7 +119,7 @@ def _train(
 ) -> None:
     """Maximise the log-probs of the assistant tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    # The rate rises for ten steps and then falls to 0: a new optimiser at full rate is unstable.
+    # Ten steps of warm-up, then linear decay: the full rate is unstable at first.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 10) * (1 - step / steps)
     )
@@ -131,7 +128,7 @@ def _train(
         batch = shuffle.sample(chats, 4)
         tokens = pad_sequence([torch.tensor(c.token_ids) for c in batch], batch_first=True)
         mask = pad_sequence([torch.tensor(c.turns) >= 0 for c in batch], batch_first=True)
-        # Causal attention and padding on the right: no kept token sees the padding.
+        # Causal attention with right padding: no scored token attends to padding.
         logits = model(input_ids=tokens, use_cache=False).logits
         log_probs = token_log_probs(logits, tokens, mask, shift=True).log_probs
         loss = -log_probs.sum() / mask.sum()

@@ -1,4 +1,4 @@
-"""How the policy of ``fusedrl demo`` was trained: the first part of its ``report.html``."""
+"""The training section of the ``report.html`` of ``fusedrl demo``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _PAGE = """\
 <body>
 <h1>How the policy was trained</h1>
 <p class="soft">GRPO on the questions of the bundled chats, in two processes; the reward is the
-share of digits in an answer. The policy that generated was {staleness:.1f} versions behind on
-average, {most:.0f} at most.</p>
+fraction of digits in an answer. Rollouts were {staleness:.1f} versions stale on average,
+{most:.0f} at most.</p>
 <div class="plots">{reward}{kl}</div>
 <table id="time" style="margin-bottom: 2rem">
-<caption class="soft">Where {total:.0f} seconds went</caption>{time}</table>
+<caption class="soft">Time of each part, {total:.0f} seconds in total</caption>{time}</table>
 """
 
 
 def add_training(page: Path, batches: Sequence[dict[str, Any]], seconds: dict[str, Any]) -> None:
-    """Put the training in front of what ``fusedrl score`` wrote.
+    """Insert the training section at the top of the report of ``fusedrl score``.
 
     Args:
-        page: the report of the scoring.
-        batches: what ``train()`` of ``examples/grpo.py`` returned.
-        seconds: the time that each part of the demo took.
+        page: the report to edit.
+        batches: result of ``train()`` of ``examples/grpo.py``.
+        seconds: time of each part of the demo.
     """
     versions = [batch["version"] for batch in batches]
     behind = [batch["newest"] - batch["version"] for batch in batches]
@@ -37,8 +37,8 @@ def add_training(page: Path, batches: Sequence[dict[str, Any]], seconds: dict[st
     training = _PAGE.format(
         staleness=sum(behind) / len(behind),
         most=max(behind),
-        reward=_plot("reward of an answer", versions, [batch["reward"] for batch in batches]),
-        kl=_plot("KL to the reference, nats an answer", versions, [b["kl"] for b in batches]),
+        reward=_plot("mean reward of an answer", versions, [batch["reward"] for batch in batches]),
+        kl=_plot("mean KL to the reference, nats an answer", versions, [b["kl"] for b in batches]),
         total=total,
         time="".join(parts),
     )
@@ -47,7 +47,7 @@ def add_training(page: Path, batches: Sequence[dict[str, Any]], seconds: dict[st
 
 
 def _plot(label: str, versions: Sequence[float], values: Sequence[float]) -> str:
-    """A line over the batches, from the least value or 0 to the largest, with versions marked."""
+    """A line plot of ``values`` over the batches, labelled with policy versions."""
     low, high = min(0.0, *values), max(values)
     across = 460 / max(len(values) - 1, 1)
     points = " ".join(
@@ -63,17 +63,17 @@ def _plot(label: str, versions: Sequence[float], values: Sequence[float]) -> str
         f'<figure><svg viewBox="0 0 480 190" role="img" aria-label="{label}">'
         f'<polyline points="{points}" fill="none" stroke="var(--bar)" stroke-width="2.5"/>'
         f'<text x="0" y="12">{high:.2f} at most</text>{marks}</svg>'
-        f"<figcaption>{label}, batch after batch, and the versions that generated</figcaption>"
+        f"<figcaption>{label}, for each batch and its policy version</figcaption>"
         "</figure>"
     )
 
 
 def parts_of(batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds of the training, by what the trainer did: the first batch includes the start."""
+    """Seconds of the training by activity of the trainer."""
     first, *others = batches
     return {
-        "start of the worker, until its first batch": first["waiting"],
-        "waiting for further batches": sum(batch["waiting"] for batch in others),
+        "start of the worker and first batch": first["waiting"],
+        "waiting for later batches": sum(batch["waiting"] for batch in others),
         "loss, gradients and optimiser": sum(batch["training"] for batch in (first, *others)),
         "publishing weights": sum(batch["publishing"] for batch in (first, *others)),
     }

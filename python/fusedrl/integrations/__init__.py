@@ -1,1 +1,1 @@
-"""Patches that let other libraries use the fused ops; a library's file is loaded on demand."""
+"""Patches that make other libraries use the fused ops, each in a module loaded on demand."""

@@ -1,4 +1,4 @@
-"""The patch that replaces torchrl's classes by the fused ones in a whole program."""
+"""Patch that replaces torchrl's classes with the fused ones in a whole program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOMES = {
     "RayLLMCollector": "torchrl.collectors.llm.ray_collector",
 }
 
-# Names that torchrl had in an earlier release -> the modules that exported them.
+# Names of earlier torchrl releases -> the modules that exported them.
 _UPDATERS = ("torchrl.collectors.weight_update", "torchrl.collectors")
 FORMER = {
     "LocalWeightUpdaterBase": _UPDATERS,
@@ -41,28 +41,26 @@ FORMER = {
 
 
 def patch_torchrl(names: Iterable[str] | None = None) -> Report:
-    """Put the fused classes in the place of torchrl's own, wherever torchrl's modules hold them.
+    """Replace torchrl's classes with the fused ones in all modules of torchrl.
 
-    From then on, code that takes a class from torchrl gets the fused one. This holds for your code,
-    for torchrl's own, and for a configuration that names a class by its path. It also holds for
-    modules of torchrl that are imported later. Names that torchrl had in an earlier release are
-    added again.
+    Afterwards, importing a class from torchrl gives the fused one: in your code, in torchrl, and in
+    configurations that name a class by its path. This includes modules of torchrl that are imported
+    later. Names that torchrl has removed since an earlier release are restored.
 
-    The patch does not reach names that your modules imported before (``report.held`` lists them),
-    instances that exist already, and classes that derive from torchrl's. A worker process that
-    starts a new interpreter has to patch by itself. Patching twice is safe: a name is replaced
-    once, and only the report that replaced it puts it back.
+    The patch does not affect names that your modules imported before (listed in ``report.held``),
+    existing instances, and existing subclasses of torchrl's classes. A worker process with a new
+    interpreter must call this function too. Patching twice is safe: the first report reverts.
 
     Args:
-        names: the classes to replace; by default all that are known.
+        names: the classes to replace; by default all.
 
     Returns:
-        A report of what was replaced, and where. It can be printed and iterated, and ``revert()``
-        undoes the patch. As a context manager it reverts at the end of the block.
+        A report that lists the replacements. ``revert()`` undoes the patch, also at the end of a
+        ``with`` block.
 
     Raises:
         TypeError: ``names`` is a single string.
-        ValueError: a name is unknown. Nothing is changed then.
+        ValueError: a name is unknown; nothing is changed.
 
     Example:
         >>> import fusedrl, torchrl.envs.llm
@@ -74,14 +72,14 @@ def patch_torchrl(names: Iterable[str] | None = None) -> Report:
     """
     known = (*HOMES, *FORMER)
     chosen = chosen_of(names, known)
-    # All fused classes are imported before torchrl's are replaced, because they derive from those.
-    ours = {name: getattr(fusedrl, name) for name in known}
+    # Import all fused classes first, since they are subclasses of torchrl's.
+    fused = {name: getattr(fusedrl, name) for name in known}
     return replace(
         "torchrl",
         [
-            Replacement(HOMES[name], name, ours[name])
+            Replacement(HOMES[name], name, fused[name])
             if name in HOMES
-            else Replacement(FORMER[name][0], name, ours[name], add_to=FORMER[name])
+            else Replacement(FORMER[name][0], name, fused[name], add_to=FORMER[name])
             for name in chosen
         ],
     )

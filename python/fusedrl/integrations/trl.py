@@ -1,11 +1,11 @@
-"""TRL's log-prob functions over the fused ops, and the patch that replaces TRL's by them."""
+"""Fused versions of TRL's log-prob functions, and the patch that installs them in TRL."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -34,27 +34,26 @@ def selective_log_softmax(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Log-probs of chosen classes, as ``trl.trainer.utils.selective_log_softmax`` takes them.
+    """Log-probs of selected classes; replaces ``trl.trainer.utils.selective_log_softmax``.
 
-    It computes in float32 whatever the dtype of the logits, and stores no ``log_softmax``. If you
-    need the entropy too, :func:`selective_log_softmax_and_entropy` reads the logits only once.
+    Computes in float32 for every dtype of the logits, without storing a ``log_softmax``. If you
+    also need the entropy, :func:`selective_log_softmax_and_entropy` reads the logits only once.
 
     Args:
-        logits: ``[..., V]``; float32, bfloat16 or float16 (float64 runs through the reference).
+        logits: ``[..., V]``; float32, bfloat16 or float16 (float64 runs the plain-torch reference).
         index: integer classes, ``[...]`` for one class in each row or ``[..., K]`` for K classes.
         temperature: positive divisor of the logits.
-        row_mask: the shape of ``index``; where it is 0 the log-prob is exactly 0. With one class in
-            each row, neither the logits nor the class are read there.
-        dtype: of the result. ``None`` is TRL's: that of the logits on the CPU, float32 on a GPU.
-            A bfloat16 result is the float32 one rounded once, to 3 digits; ``torch.float32`` keeps
-            the 7 that were computed.
+        row_mask: same shape as ``index``; where it is 0 the log-prob is exactly 0. With one class
+            for each row, neither the logits nor the class are read there.
+        dtype: dtype of the result. ``None`` follows TRL: the dtype of the logits on the CPU,
+            float32 on a GPU. A bfloat16 result has 3 digits; ``torch.float32`` keeps all 7.
 
     Returns:
-        Log-probs in nats, shaped like ``index``. Gradients reach ``logits`` in its own dtype.
+        Log-probs in nats, shaped like ``index``. The gradient has the dtype of ``logits``.
 
     Raises:
         TypeError: the logits are not floating point, or the index is not integer.
-        ValueError: the shapes do not fit, or the temperature is out of range.
+        ValueError: shapes do not match, or the temperature is out of range.
         RuntimeError: a class is outside ``[0, V)``.
 
     Example:
@@ -69,12 +68,12 @@ def selective_log_softmax(
     """
     dtype = _result_dtype(logits) if dtype is None else dtype
     if index.dim() != logits.dim():
-        log_probs, _ = _rowwise(logits, index, temperature, row_mask, entropy=False)
-        return log_probs.to(dtype, copy=True)  # trainers write zeros into it; the op needs its own
+        log_probs, _ = _log_probs_of_rows(logits, index, temperature, row_mask, entropy=False)
+        return log_probs.to(dtype, copy=True)  # trainers write zeros into the result
     if index.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
-            f"index: expected shape {tuple(logits.shape[:-1])}, with or without a last dimension "
-            f"of classes a row, got {tuple(index.shape)}; give one class for each row of logits"
+            f"index: expected shape {tuple(logits.shape[:-1])}, optionally with a last dimension "
+            f"of K classes, got {tuple(index.shape)}; pass one class for each row of logits"
         )
     if index.shape[-1] == 1:
         row_mask = None if row_mask is None else row_mask.squeeze(-1)
@@ -93,19 +92,19 @@ def selective_log_softmax(
 def entropy_from_logits(
     logits: Tensor, chunk_size: int = 128, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Entropy of each row's softmax, as ``trl.trainer.utils.entropy_from_logits`` takes it.
+    """Entropy of the softmax of each row; replaces ``trl.trainer.utils.entropy_from_logits``.
 
     Args:
-        logits: ``[..., V]``, as in :func:`selective_log_softmax`. A class at -inf adds 0.
-        chunk_size: without effect: rows are read one by one, and no probabilities are stored.
-        dtype: of the result, as in :func:`selective_log_softmax`.
+        logits: ``[..., V]``, as in :func:`selective_log_softmax`. A logit of -inf contributes 0.
+        chunk_size: ignored, since no probabilities are stored.
+        dtype: dtype of the result, as in :func:`selective_log_softmax`.
 
     Returns:
-        Entropies in nats, ``[...]``, with gradient.
+        Entropies in nats, ``[...]``, differentiable.
 
     Raises:
         TypeError: the logits are not floating point.
-        ValueError: the logits have no class.
+        ValueError: the logits have no classes.
 
     Example:
         >>> import torch
@@ -114,7 +113,7 @@ def entropy_from_logits(
         tensor([10., 10.])
     """
     index = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    results = _rowwise(logits, index, 1.0, None, entropy=True)
+    results = _log_probs_of_rows(logits, index, 1.0, None, entropy=True)
     assert results.entropy is not None
     return results.entropy.to(_result_dtype(logits) if dtype is None else dtype, copy=True)
 
@@ -128,21 +127,21 @@ def selective_log_softmax_and_entropy(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of one class and the entropy of each row, from one pass over the logits.
+    """Log-prob of one class and entropy of each row, in one pass over the logits.
 
-    It takes the arguments of TRL's function of that name.
+    Replaces TRL's function of the same name.
 
     Args:
         logits: ``[..., V]``, as in :func:`selective_log_softmax`.
         index: integer class of each row, ``[...]``.
         entropy_requires_grad: whether a gradient flows through the entropy.
-        temperature: positive divisor of the logits; the entropy is that of the divided ones.
-        row_mask: the shape of ``index``; where it is 0 both are exactly 0, and nothing is read.
-        dtype: of both, as in :func:`selective_log_softmax`.
+        temperature: positive divisor of the logits, also for the entropy.
+        row_mask: same shape as ``index``; where it is 0 both are exactly 0 and nothing is read.
+        dtype: dtype of both, as in :func:`selective_log_softmax`.
 
     Raises:
         TypeError: the logits are not floating point, or the index is not integer.
-        ValueError: the shapes do not fit, or the temperature is out of range.
+        ValueError: shapes do not match, or the temperature is out of range.
         RuntimeError: a class is outside ``[0, V)``.
 
     Example:
@@ -155,29 +154,29 @@ def selective_log_softmax_and_entropy(
         tensor([0., 0.])
     """
     dtype = _result_dtype(logits) if dtype is None else dtype
-    log_probs, entropy = _rowwise(logits, index, temperature, row_mask, entropy=True)
+    log_probs, entropy = _log_probs_of_rows(logits, index, temperature, row_mask, entropy=True)
     assert entropy is not None
     entropy = entropy if entropy_requires_grad else entropy.detach()
     return log_probs.to(dtype, copy=True), entropy.to(dtype, copy=True)
 
 
 def _result_dtype(logits: Tensor) -> torch.dtype:
-    # TRL computes half logits in their dtype on the CPU, and in float32 where Triton runs.
+    # TRL computes half-precision logits in their dtype on the CPU, in float32 with Triton.
     return logits.dtype if logits.is_cpu or logits.dtype == torch.float64 else torch.float32
 
 
-def _rowwise(
+def _log_probs_of_rows(
     logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, entropy: bool
 ) -> TokenLogProbs:
-    """``token_log_probs`` of rows in any number of dimensions."""
+    """``token_log_probs`` for any number of leading dimensions."""
     mask = None if row_mask is None else row_mask != 0
     for name, rows in (("index", index), ("row_mask", mask)):
         if rows is not None and rows.shape != logits.shape[:-1]:
             raise ValueError(
                 f"{name}: expected shape {tuple(logits.shape[:-1])} for logits of shape "
-                f"{tuple(logits.shape)}, got {tuple(rows.shape)}; give one value for each row"
+                f"{tuple(logits.shape)}, got {tuple(rows.shape)}; pass one value for each row"
             )
-    if logits.dim() in (2, 3):  # taken with their strides, so that a slice of a batch is not copied
+    if logits.dim() in (2, 3):  # keeps strides: no copy of a slice
         return token_log_probs(logits, index, mask, temperature=temperature, entropy=entropy)
     results = token_log_probs(
         logits.reshape(-1, logits.shape[-1]),
@@ -192,7 +191,7 @@ def _rowwise(
 
 
 class _ManyClasses(torch.autograd.Function):
-    """Log-probs of several classes in each row, from the normalizers of the rows."""
+    """Log-probs of several classes for each row, from the normalizers of the rows."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, index: Tensor, temperature: float) -> Tensor:
@@ -203,7 +202,7 @@ class _ManyClasses(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only(
-        "selective_log_softmax", "leave it out of the names for patch_trl, as TRL's own has one"
+        "selective_log_softmax", "exclude it from the names of patch_trl: TRL's function has one"
     )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, index, largest, log_sum = ctx.saved_tensors
@@ -216,7 +215,7 @@ class _ManyClasses(torch.autograd.Function):
 _UTILS = "trl.trainer.utils"
 _HEAD = "ChunkedLogProbFunction"
 
-# Methods that stay TRL's, but run in a block in which models share prefixes; with their modules.
+# TRL's methods to wrap in a context in which models share prefixes -> their modules.
 _SHARING = {
     f"GRPOTrainer.{LOG_PROBS}": "trl.trainer.grpo_trainer",
     f"RLOOTrainer.{LOG_PROBS}": "trl.trainer.rloo_trainer",
@@ -237,40 +236,38 @@ logger = logging.getLogger("fusedrl")
 
 
 def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True) -> Report:
-    """Put the fused functions in the place of TRL's own, wherever TRL's modules hold them.
+    """Replace TRL's log-prob functions with the fused ones in all modules of TRL.
 
-    ``ChunkedLogProbFunction`` is the LM head of the GRPO, RLOO, DPO, KTO and SFT trainers, which
-    then get log-probs and entropies of the scored tokens alone and compute their own losses of
-    them. The experimental trainers call the functions over logits, and so does every trainer of a
-    TRL that has no such head. Distillation and GKD call neither and run as before.
+    ``ChunkedLogProbFunction`` is the LM head of the GRPO, RLOO, DPO, KTO and SFT trainers: the
+    fused one computes log-probs and entropies of the scored tokens only, and the trainers compute
+    their losses from them. Experimental trainers, and all trainers of a TRL without this head, call
+    the functions on logits. Distillation and GKD call neither and are not changed.
 
-    Four methods compute the log-probs of GRPO, RLOO and DPO. They stay TRL's, but the decoder
-    computes a beginning that several rows of their batch share, such as the prompt of a group, once
-    for all of them, where :func:`fusedrl.models.causal_log_probs` would.
+    Four methods that compute the log-probs of GRPO, RLOO and DPO are wrapped: prefixes shared by
+    several rows of a batch, such as the prompt of a group, go through the decoder once, under the
+    conditions of :func:`fusedrl.models.causal_log_probs`.
 
-    Trainers that exist already use the fused functions too, and so do modules of TRL that are
-    imported later. Modules of yours that imported a function before keep TRL's: ``report.held``
-    lists them.
+    Existing trainers use the fused functions too, as do modules of TRL that are imported later.
+    Your modules that imported a function before keep TRL's; ``report.held`` lists them.
 
     Args:
         names: what to replace, of ``selective_log_softmax``, ``entropy_from_logits``,
             ``selective_log_softmax_and_entropy``, ``ChunkedLogProbFunction``,
             ``GRPOTrainer._get_per_token_logps_and_entropies``,
             ``RLOOTrainer._get_per_token_logps_and_entropies``, ``DPOTrainer._compute_loss`` and
-            ``DPOTrainer.compute_ref_log_probs``. By default all of them that the installed TRL has;
-            a name that it does not have is logged.
-        share_prefixes: whether the last four, which share beginnings, are among them.
+            ``DPOTrainer.compute_ref_log_probs``. By default all that the installed TRL has;
+            missing ones are logged.
+        share_prefixes: whether to wrap the last four, which share prefixes.
 
     Returns:
-        A report of what was replaced, and where. It can be printed and iterated, and ``revert()``
-        undoes the patch. As a context manager it reverts at the end of the block.
+        A report that lists the replacements. ``revert()`` undoes the patch, also at the end of a
+        ``with`` block.
 
     Raises:
         ImportError: TRL is not installed.
         TypeError: ``names`` is a single string.
-        ValueError: a name is unknown, or the installed TRL does not have it, or has it with other
-            arguments; or it shares beginnings, which ``share_prefixes=False`` does not. Nothing is
-            changed then.
+        ValueError: a name is unknown, missing in the installed TRL or has other arguments there, or
+            contradicts ``share_prefixes=False``; nothing is changed.
 
     Example:
         >>> import fusedrl, trl.trainer.utils
@@ -286,14 +283,14 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
         if name in _SHARING and not share_prefixes:
             if names is None:
                 continue
-            raise ValueError(f"names: expected no {name} with share_prefixes=False; leave out one")
-        ours, problem = _ours(name)
+            raise ValueError(f"names: expected no {name} with share_prefixes=False; leave one out")
+        fused, problem = _replacement_of(name)
         if problem is None:
-            replacements.append(Replacement(_HOMES[name], name, ours))
+            replacements.append(Replacement(_HOMES[name], name, fused))
         elif names is not None:
-            raise ValueError(f"names: {problem}; leave {name} out")
+            raise ValueError(f"names: {problem}; leave {name} out, or install {_tested_trl()}")
         else:
-            logger.warning("patch_trl: %s; left out", problem)
+            logger.warning("patch_trl: %s; not patched; tested with %s", problem, _tested_trl())
     if any(r.name == _HEAD for r in replacements) and hasattr(import_module(_UTILS), COMPACTS):
         from fusedrl.integrations.trl_head import gets_scored_rows
 
@@ -301,34 +298,43 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
     return replace("trl", replacements)
 
 
-def _ours(name: str) -> tuple[Any, str | None]:
-    """The replacement of a name of TRL, or why there is none: it is missing or differs."""
+def _replacement_of(name: str) -> tuple[Any, str | None]:
+    """The replacement for a name of TRL, and the reason if it cannot be replaced."""
     if find_spec("trl") is None:
-        raise ImportError("trl: expected it to be installed; pip install trl")
+        raise ImportError(f'trl: expected it to be installed; pip install "{_tested_trl()}"')
     try:
         theirs = attrgetter(name)(import_module(_HOMES[name]))
     except Exception as error:
         module = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, AttributeError) or module.startswith("trl."):
-            return None, f"this TRL has no {_HOMES[name]}.{name}"
-        # Only these trainers need it, such as a vLLM that does not load.
+            return None, f"the installed TRL has no {_HOMES[name]}.{name}"
+        # An optional dependency of these trainers, such as vLLM, does not load.
         if name in _SHARING:
             return None, f"{_HOMES[name]} cannot be imported: {type(error).__name__}: {error}"
-        raise  # TRL itself needs it
+        raise  # a dependency of TRL
     if name in _SHARING:
         from fusedrl.integrations.trl_trainers import sharing
 
-        ours, same = sharing(theirs), _arguments(theirs)[:2] == ["self", "model"]
+        fused, same = sharing(theirs), _arguments(theirs)[:2] == ["self", "model"]
     elif name == _HEAD:
-        # Its module keeps TRL's own function to fall back on, so it is loaded before the patch.
-        from fusedrl.integrations.trl_head import ChunkedLogProbFunction as ours
+        # Imported before the patch: the module keeps TRL's function as the fallback.
+        from fusedrl.integrations.trl_head import ChunkedLogProbFunction as fused
 
-        same = theirs is ours or _arguments(theirs.forward)[1:] == _arguments(ours.apply)
+        same = theirs is fused or _arguments(theirs.forward)[1:] == _arguments(fused.apply)
     else:
-        ours = globals()[name]
-        taken = _arguments(theirs)
-        same = taken == _arguments(ours)[: len(taken)]
-    return ours, None if same else f"{name} takes other arguments in this TRL"
+        fused = globals()[name]
+        expected = _arguments(theirs)
+        same = expected == _arguments(fused)[: len(expected)]
+    return fused, None if same else f"{name} has other arguments in the installed TRL"
+
+
+def _tested_trl() -> str:
+    """The tested versions of TRL, as a requirement for pip."""
+    try:
+        lines = metadata.requires("fusedrl") or []
+    except metadata.PackageNotFoundError:  # fusedrl runs from a folder on PYTHONPATH
+        lines = []
+    return next((line.partition(";")[0].strip() for line in lines if line.startswith("trl")), "trl")
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:

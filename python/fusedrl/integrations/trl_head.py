@@ -1,4 +1,4 @@
-"""The fused LM head of TRL's trainers, from hidden states to log-probs, over the fused op."""
+"""Replacement for the LM head of TRL's trainers, from hidden states to log-probs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fusedrl.ops import _dispatch
 from fusedrl.ops.linear_token_log_probs import linear_token_log_probs
 from fusedrl.ops.token_log_probs import TokenLogProbs
 
-_CHOICES = ("entropy", "mean_logits", "is_top1")  # computed here beside the log-probs
-_ROUNDING = 1e-3  # nats; far more than log-probs and entropies err by
-_TILE = 2**22  # so many logits at a time when classes are compared
-_theirs = (chunked_logprob.ChunkedLogProbFunction,)
+_SUPPORTED = ("entropy", "mean_logits", "is_top1")  # supported in addition to the log-probs
+_ROUNDING = 1e-3  # nats; well above the errors of log-probs and entropies
+_CHUNK = 2**22  # logits for each chunk when classes are compared
+_TRL_FUNCTION = (chunked_logprob.ChunkedLogProbFunction,)
 
 
 class ChunkedLogProbFunction:
-    """Takes the place of TRL's autograd function of that name, of which only ``apply`` is used."""
+    """Replaces TRL's autograd function of this name, of which only ``apply`` is used."""
 
     @staticmethod
     def apply(
@@ -44,20 +44,20 @@ class ChunkedLogProbFunction:
             bias: ``[V]``.
             targets: integer classes, ``[N]``.
             temperature: positive divisor of the logits.
-            chunk_size: without effect.
-            final_logit_softcapping: bound of the logits.
+            chunk_size: ignored.
+            final_logit_softcapping: softcap of the logits.
             logit_scale: factor of the logits.
             outputs: which of the optional results to compute.
 
         Returns:
             Log-probs, entropy, ``log(sum p^2)``, mean logit, and whether the target is the most
-            likely class, each ``[N]``, or ``None`` if ``outputs`` does not name it. The first two
-            have gradients. TRL's own function computes what this op cannot.
+            likely class, each ``[N]``, or ``None`` if not in ``outputs``. The first two are
+            differentiable. For anything that this op does not support, TRL's function runs.
         """
-        reason = _not_ours(hidden, weight, final_logit_softcapping, logit_scale, outputs)
+        reason = _fallback_reason(hidden, weight, final_logit_softcapping, logit_scale, outputs)
         if reason is not None:
-            warn_once(f"trl: {reason}; using TRL's own ChunkedLogProbFunction")
-            return _theirs[0].apply(
+            warn_once(f"trl: {reason}; falling back to TRL's ChunkedLogProbFunction")
+            return _TRL_FUNCTION[0].apply(
                 *(hidden, weight, bias, targets, temperature, chunk_size),
                 *(final_logit_softcapping, logit_scale, outputs),
             )
@@ -87,27 +87,27 @@ class ChunkedLogProbFunction:
 
 
 def gets_scored_rows(device: torch.device) -> bool:
-    """Whether TRL gives the head the scored positions alone; its own head needs fixed shapes."""
+    """Whether TRL passes only the scored positions; its own head may need fixed shapes."""
     return device.type in _dispatch.LIBRARY or getattr(chunked_logprob, COMPACTS)(device)
 
 
-def _not_ours(
+def _fallback_reason(
     hidden: Tensor,
     weight: Tensor,
     softcap: float | None,
     scale: float,
     outputs: tuple[str, ...],
 ) -> str | None:
-    """The reason why TRL's own function has to run, or ``None``."""
-    others = [name for name in outputs if name not in (*_CHOICES, "log_probs")]
-    if others:
-        return f"{', '.join(others)} asked for"
+    """The reason to fall back to TRL's function, or ``None``."""
+    unsupported = [name for name in outputs if name not in (*_SUPPORTED, "log_probs")]
+    if unsupported:
+        return f"no fused {', '.join(unsupported)}"
     if softcap is not None and "mean_logits" in outputs:
-        return "mean_logits asked for, of a model with a softcap"
+        return "no fused mean_logits for a model with a softcap"
     if scale <= 0:
-        return f"logits scaled by {scale}"
+        return f"no fused head for logit_scale={scale}"
     if hasattr(weight, "ds_id"):
-        return "the head is partitioned by DeepSpeed ZeRO-3, and gathered by TRL's function"
+        return "the head is sharded by DeepSpeed ZeRO-3, and TRL's function gathers it"
     if hidden.device.type not in _dispatch.LIBRARY:
         return f"no compiled kernel for {hidden.device.type}"
     if hidden.dtype not in _dispatch.KERNEL_DTYPES:
@@ -117,7 +117,7 @@ def _not_ours(
 
 @torch.no_grad()
 def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The mean of the logits over classes: the product with the mean row of the weight."""
+    """The mean logit over the vocabulary: the product with the mean row of the weight."""
     mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
     return mean if bias is None else mean + bias.mean(dtype=torch.float32)
 
@@ -126,29 +126,29 @@ def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _is_top1(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, results: TokenLogProbs
 ) -> Tensor:
-    """Whether no class is more likely than the target, nor as likely and before it.
+    """Whether the target is the argmax of the logits (the first one, if several are equal).
 
-    A class with more than half of the probability is the most likely one. The entropy is the mean
-    of ``-log p``, so that the most likely class has at least the log-prob ``-entropy``. Only rows
-    whose target is between these two bounds are multiplied again.
+    A target with probability above 1/2 is. The entropy is the mean of ``-log p``, so the argmax has
+    a log-prob of at least ``-entropy``, and a target below it is not. Logits are computed again
+    only for rows in between.
     """
     log_probs, entropy = results
     assert entropy is not None
     certain = log_probs > math.log(0.5) + _ROUNDING
     rows = (~certain & (log_probs >= -entropy - _ROUNDING)).nonzero().squeeze(-1)
-    return certain.index_put((rows,), _most_likely(hidden[rows], weight, bias) == targets[rows])
+    return certain.index_put((rows,), _argmax(hidden[rows], weight, bias) == targets[rows])
 
 
-def _most_likely(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The first class of each row's largest logit; neither a scale nor a softcap changes it."""
+def _argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The argmax of the logits, which scale and softcap do not change."""
     hidden = hidden.float()
     best = hidden.new_full((len(hidden),), -torch.inf)
     classes = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-    tile = min(8192, max(256, _TILE // max(1, len(hidden))))
-    for first in range(0, len(weight), tile):
-        logits = hidden @ weight[first : first + tile].float().T
+    chunk = min(8192, max(256, _CHUNK // max(1, len(hidden))))
+    for first in range(0, len(weight), chunk):
+        logits = hidden @ weight[first : first + chunk].float().T
         if bias is not None:
-            logits += bias[first : first + tile]
+            logits += bias[first : first + chunk]
         value, index = logits.max(-1)
         classes = torch.where(value > best, first + index, classes)
         best = torch.maximum(value, best)

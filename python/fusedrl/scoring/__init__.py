@@ -1,12 +1,12 @@
 """Score conversations under a policy and a reference: the job behind ``fusedrl score``.
 
-``job`` runs the whole, and ``settings`` has its options. ``records`` reads the files, ``chats``
-tells the shapes of their rows, ``messages`` puts what was said into the words of chat templates,
-``tokenization`` makes tokens of it and finds those of the assistant, ``pretrained`` and
+``job`` runs the job, and ``settings`` has its options. ``records`` reads the files, ``chats``
+recognises the formats of their rows, ``messages`` converts messages to the form of chat templates,
+``tokenization`` renders and tokenises them and finds the assistant's tokens, ``pretrained`` and
 ``checkpoint`` load and check the two models, and ``batch_scores`` computes the scores. ``tables``
-and ``report`` write the results, and ``output`` takes care that all files appear, or none.
+and ``report`` write the results, and ``output`` makes all files appear, or none.
 
-The job loads torch and transformers, on first use.
+torch and transformers are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scores of a batch of chats: log-probs and entropies of both models and KL of each token."""
+"""Score a batch of chats: per-token log-probs and entropies of both models, and their KL."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fusedrl.scoring.tokenization import TokenizedChat
 class ScoredChat(NamedTuple):
     """One chat with float32 arrays over its scored tokens, in nats.
 
-    ``positions`` indexes ``tokenized.token_ids``. ``kl`` holds what was chosen, first, and the
-    others by name: ``exact`` and ``forward``, where they were computed, ``k1`` and ``k3``.
-    ``rollout`` has the log-probs of the engine that generated the chat, NaN where they are not
-    known, and ``mismatch`` says how far the policy is from it; both are ``None`` without these.
+    ``positions`` indexes ``tokenized.token_ids``. ``kl`` maps ``exact`` and ``forward`` (if
+    computed), ``k1`` and ``k3`` to values, with the chosen quantity first. ``rollout`` has the
+    log-probs of the engine that generated the chat, NaN where it reported none, and ``mismatch``
+    compares the policy with it; both are ``None`` without rollout log-probs.
     """
 
     tokenized: TokenizedChat
@@ -36,7 +36,7 @@ class ScoredChat(NamedTuple):
 
     @property
     def chosen_kl(self) -> numpy.ndarray:
-        """The values that rank chats."""
+        """The KL that ranks chats."""
         return next(iter(self.kl.values()))
 
 
@@ -44,7 +44,7 @@ class ScoredChat(NamedTuple):
 def score_batch(
     models: ModelPair, batch: Sequence[TokenizedChat], settings: Settings
 ) -> list[ScoredChat]:
-    """Compute both models' log-probs and entropies and the KL of every scored token."""
+    """Compute log-probs and entropies of both models and the KL of every scored token."""
     lengths = [len(chat.token_ids) for chat in batch]
     turns = torch.tensor([turn for chat in batch for turn in chat.turns])
     directions = {} if settings.estimator else {"exact": "reverse"}
@@ -71,15 +71,15 @@ def score_batch(
         by_name = dict(zip(kl, of_kl, strict=True))
         made = ScoredChat(chat, positions, p, q, of_p, of_q, by_name)
         bound = settings.rollout_bound
-        scored.append(made if chat.rollout is None else _beside_rollout(made, bound))
+        scored.append(made if chat.rollout is None else _with_mismatch(made, bound))
     return scored
 
 
-def _beside_rollout(scored: ScoredChat, bound: float) -> ScoredChat:
-    """A copy of a chat with its mismatch, for ratios of tokens that are truncated at ``bound``.
+def _with_mismatch(scored: ScoredChat, bound: float) -> ScoredChat:
+    """A copy of a chat with its mismatch, with token ratios truncated at ``bound``.
 
-    Only tokens that the engine did not report are left out. A NaN of the policy makes the mismatch
-    NaN, so that it is seen.
+    Only tokens without a rollout log-prob are excluded: a NaN log-prob of the policy makes the
+    mismatch NaN, on purpose.
     """
     rollout = torch.tensor(scored.tokenized.rollout, dtype=torch.float32)
     known = ~rollout.isnan()

@@ -1,4 +1,4 @@
-"""Conversations from records of any shape, each checked before anything is computed from it."""
+"""Parse records of any supported format into conversations, and validate them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fusedrl.scoring.errors import ChatError, ScoreError, reason
 from fusedrl.scoring.messages import Messages, Turn, brief, messages_of, tools_of, turn_of, value_of
 from fusedrl.scoring.records import Record, Records
 
-# A token that is certain may have a log-prob of this much above 0, by the rounding of an engine.
+# Rounding in an engine can make the log-prob of a certain token slightly positive.
 _ROUNDING = 1e-3
 
 
 class Chat(NamedTuple):
-    """A checked conversation: every message has a ``role`` and, where it has content, text.
+    """A validated conversation: every message has a ``role``, and its content is text if present.
 
-    ``rollout_log_probs`` are those that the engine reported, with NaN for tokens without one.
-    ``context`` has the indices of messages that are read and not scored, such as a prompt's.
-    ``answer`` is ``"chosen"`` or ``"rejected"`` for the two conversations of a preference.
+    ``rollout_log_probs`` are those that the engine reported, NaN for tokens without one.
+    ``context`` has the indices of messages that are not scored, such as those of a prompt.
+    ``answer`` is ``"chosen"`` or ``"rejected"`` for the two conversations of a preference pair.
     """
 
     file: str
@@ -35,43 +35,43 @@ class Chat(NamedTuple):
 
     @property
     def where(self) -> str:
-        """What errors call the chat."""
+        """The name of the chat in errors."""
         return f"{self.file}:{self.line}" + (f" ({self.answer})" if self.answer else "")
 
 
-class _Asked(NamedTuple):
-    """A row in our words: what was asked, if the row says so, and each answer by its key."""
+class _ParsedRow(NamedTuple):
+    """A parsed row: the prompt if it is separate, each completion by its key, and the tools."""
 
     prompt: Any
     answers: dict[str, Any]
     tools: Any
 
 
-def _whole(row: dict[str, Any], key: str) -> _Asked:
-    return _Asked(None, {key: row[key]}, row.get("tools"))
+def _from_messages(row: dict[str, Any], key: str) -> _ParsedRow:
+    return _ParsedRow(None, {key: row[key]}, row.get("tools"))
 
 
-def _answered(row: dict[str, Any], *keys: str) -> _Asked:
-    """Answers to a prompt, to a conversation (LLaMA-Factory's pairs) or to Alpaca's instruction."""
+def _from_answers(row: dict[str, Any], *keys: str) -> _ParsedRow:
+    """Completions of a prompt, a conversation (LLaMA-Factory pairs) or an Alpaca instruction."""
     given = row.get("prompt"), row.get("conversations"), _instruction(row)
     prompt = next((value for value in given if value is not None), None)
-    return _Asked(prompt, {key: row[key] for key in keys}, row.get("tools"))
+    return _ParsedRow(prompt, {key: row[key] for key in keys}, row.get("tools"))
 
 
-def _alpaca(row: dict[str, Any]) -> _Asked:
-    return _Asked(_instruction(row), {"output": row["output"]}, row.get("tools"))
+def _from_alpaca(row: dict[str, Any]) -> _ParsedRow:
+    return _ParsedRow(_instruction(row), {"output": row["output"]}, row.get("tools"))
 
 
-def _openai(row: dict[str, Any]) -> _Asked:
-    asked = value_of(row["input"])
-    if not isinstance(asked, dict) or "messages" not in asked:
-        raise ValueError(f'input: expected {{"messages": [...]}}, got {brief(asked)}')
+def _from_openai(row: dict[str, Any]) -> _ParsedRow:
+    given = value_of(row["input"])
+    if not isinstance(given, dict) or "messages" not in given:
+        raise ValueError(f'input: expected {{"messages": [...]}}, got {brief(given)}')
     answers = {key: row[key] for key in ("preferred_output", "non_preferred_output")}
-    return _Asked(asked["messages"], answers, asked.get("tools"))
+    return _ParsedRow(given["messages"], answers, given.get("tools"))
 
 
 def _instruction(row: dict[str, Any]) -> Messages | None:
-    """What Alpaca's rows say was asked before and at last; ``None`` for other rows."""
+    """The history and the instruction of an Alpaca row; ``None`` for other rows."""
     if row.get("instruction") is None:
         return None
     turns, history = [], value_of(row.get("history") or [])
@@ -86,29 +86,29 @@ def _instruction(row: dict[str, Any]) -> Messages | None:
     return [*turns, {"role": "user", "content": "\n".join(parts)}]
 
 
-# The keys of each shape of rows, and how it is read. The first that a row has holds.
-_SHAPES: dict[tuple[str, ...], Callable[[dict[str, Any]], _Asked]] = {
-    ("input", "preferred_output", "non_preferred_output"): _openai,
-    ("chosen", "rejected"): lambda row: _answered(row, "chosen", "rejected"),
-    ("messages",): lambda row: _whole(row, "messages"),
-    ("conversations",): lambda row: _whole(row, "conversations"),
-    ("prompt", "completion"): lambda row: _answered(row, "completion"),
-    ("instruction", "output"): _alpaca,
+# The keys of each format -> its parser. The first format whose keys are present is used.
+_FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], _ParsedRow]] = {
+    ("input", "preferred_output", "non_preferred_output"): _from_openai,
+    ("chosen", "rejected"): lambda row: _from_answers(row, "chosen", "rejected"),
+    ("messages",): lambda row: _from_messages(row, "messages"),
+    ("conversations",): lambda row: _from_messages(row, "conversations"),
+    ("prompt", "completion"): lambda row: _from_answers(row, "completion"),
+    ("instruction", "output"): _from_alpaca,
 }
 
 
 class Survey(NamedTuple):
-    """How many chats an input has if all rows of a file are like its first, and its formats."""
+    """The formats of an input, and its number of chats if all rows of a file are like the first."""
 
     chats: int
     format: str
 
 
 def survey(records: Records) -> Survey:
-    """Recognise the shape of each file by its first conversation.
+    """Recognise the format of each file by its first valid row.
 
     Raises:
-        ScoreError: no row is a conversation.
+        ScoreError: no row can be parsed.
     """
     refused: list[ChatError] = []
     chats, formats = 0, {}
@@ -121,7 +121,7 @@ def survey(records: Records) -> Survey:
                 refused.append(error)
                 continue
             keys = " and ".join(map(repr, _keys(record.read())))
-            both = ", whose answers are both scored" if len(found) > 1 else ""
+            both = ", both answers scored" if len(found) > 1 else ""
             formats[f"{record.format} with {keys}{both}"] = None
             chats += len(rows) * len(found)
             break
@@ -131,20 +131,20 @@ def survey(records: Records) -> Survey:
 
 
 def nothing_to_score(name: str, skipped: list[ChatError]) -> ScoreError:
-    """The error of an input none of whose rows can be scored."""
+    """The error for an input in which no row can be scored."""
     first = f"; the first: {skipped[0]}" if skipped else ""
     return ScoreError(f"{name}: no chat to score, {len(skipped)} skipped{first}")
 
 
 def parse_chats(record: Record) -> list[Chat]:
-    """Check one record: a preference has two chats, and every other shape has one.
+    """Parse one record: a preference pair has two chats, every other format has one.
 
     Raises:
-        ChatError: it has none of the shapes, or no assistant turn to score.
+        ChatError: the format is unknown, or there is no assistant turn to score.
     """
     try:
         row = record.read()
-    # UnicodeDecodeError is a ValueError; a date that is out of range raises an ArithmeticError.
+    # UnicodeDecodeError is a ValueError; a date out of range raises an ArithmeticError.
     except (ValueError, ArithmeticError, RecursionError, pyarrow.ArrowException) as error:
         raise ChatError(record.where, f"unreadable line: {reason(error)}") from error
     try:
@@ -156,24 +156,24 @@ def parse_chats(record: Record) -> list[Chat]:
 
 
 def _chats(record: Record, row: Any) -> list[Chat]:
-    """The chats of a row; a ``ValueError`` says what is wrong of it."""
-    asked = _SHAPES[_keys(row)](row)
-    prompt, pair = asked.prompt, len(asked.answers) > 1
-    prompt = None if prompt is None else _unscored(messages_of("prompt", prompt, "user"))
-    said = [_conversation(row, key, value, prompt, pair) for key, value in asked.answers.items()]
+    """The chats of a row; raises ``ValueError`` for an invalid row."""
+    parsed = _FORMATS[_keys(row)](row)
+    prompt, pair = parsed.prompt, len(parsed.answers) > 1
+    prompt = None if prompt is None else _as_context(messages_of("prompt", prompt, "user"))
+    conversations = [_conversation(row, *item, prompt, pair) for item in parsed.answers.items()]
     if pair and prompt is None:
-        shared = _shared(*said)
-        said = [_unscored(turns[:shared]) + turns[shared:] for turns in said]
-    tools = tools_of(asked.tools, row.get("functions"))
+        shared = _common_prefix_length(*conversations)
+        conversations = [_as_context(turns[:shared]) + turns[shared:] for turns in conversations]
+    tools = tools_of(parsed.tools, row.get("functions"))
     log_probs = _log_probs(row.get("rollout_log_probs"))
     if pair and log_probs is not None:
         raise ValueError(
-            "rollout_log_probs: expected none beside two answers, got a list; write each answer as "
-            "a row of its own"
+            "rollout_log_probs: expected none for a pair of answers, got a list; write each answer "
+            "as a separate row"
         )
     chats = []
     names = ("chosen", "rejected") if pair else (None,)
-    for key, answer, turns in zip(asked.answers, names, said, strict=True):
+    for key, answer, turns in zip(parsed.answers, names, conversations, strict=True):
         _check_assistant(key, turns)
         messages = [turn.message for turn in turns]
         context = frozenset(i for i, turn in enumerate(turns) if not turn.scored)
@@ -183,20 +183,20 @@ def _chats(record: Record, row: Any) -> list[Chat]:
 
 
 def _keys(row: Any) -> tuple[str, ...]:
-    """The keys of the shape that a row has."""
-    for keys in _SHAPES:
+    """The keys of the format of a row."""
+    for keys in _FORMATS:
         if isinstance(row, dict) and all(row.get(key) is not None for key in keys):
             return keys
-    known = "; ".join(" and ".join(keys) for keys in _SHAPES)
-    raise ValueError(f"expected the keys {known}, got {brief(row)}; rename its keys")
+    known = "; ".join(" and ".join(keys) for keys in _FORMATS)
+    raise ValueError(f"expected one of the key sets {known}, got {brief(row)}; rename the keys")
 
 
-def _unscored(turns: Sequence[Turn]) -> list[Turn]:
+def _as_context(turns: Sequence[Turn]) -> list[Turn]:
     return [turn._replace(scored=False) for turn in turns]
 
 
-def _shared(chosen: list[Turn], rejected: list[Turn]) -> int:
-    """How many messages two conversations begin with alike, besides the last of each."""
+def _common_prefix_length(chosen: list[Turn], rejected: list[Turn]) -> int:
+    """Number of equal leading messages of two conversations, without the last of each."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     return len([*takewhile(lambda pair: _same(*pair), pairs)])
 
@@ -204,22 +204,22 @@ def _shared(chosen: list[Turn], rejected: list[Turn]) -> int:
 def _conversation(
     row: dict[str, Any], key: str, value: Any, prompt: list[Turn] | None, pair: bool
 ) -> list[Turn]:
-    """The conversation that an answer ends, with its prompt and its system message."""
+    """The conversation of an answer, with its prompt and system message."""
     turns = messages_of(key, value, None if prompt is None else "assistant")
     first = turns[0].message["role"] if turns else None
     if pair and prompt is None and first == "assistant":
         raise ValueError(
-            f"{key}: expected a conversation from its beginning, got an answer; name what was "
-            'asked "prompt"'
+            f"{key}: expected a whole conversation, got only an answer; add what the answer "
+            'replies to as "prompt"'
         )
     if prompt is not None:
         begins = len(turns) >= len(prompt) and all(map(_same, turns, prompt))
         if not begins and first in ("user", "system"):
             whole = '"chosen" and "rejected" without a prompt' if pair else '"messages"'
             raise ValueError(
-                f"{key}: expected what follows the prompt, or the whole conversation with the "
-                f"prompt first, got a conversation that begins with {brief(turns[0].message)}; "
-                f"write whole conversations as {whole}"
+                f"{key}: expected the messages after the prompt, or the whole conversation "
+                f"including the prompt, got one that begins with {brief(turns[0].message)}; write "
+                f"whole conversations as {whole}"
             )
         turns = prompt + turns[len(prompt) if begins else 0 :]
     if not row.get("system") or (turns and turns[0].message["role"] == "system"):
@@ -234,10 +234,10 @@ def _same(one: Turn, other: Turn) -> bool:
 
 def _check_assistant(name: str, turns: Sequence[Turn]) -> None:
     if not any(turn.scored and turn.message["role"] == "assistant" for turn in turns):
-        roles = [turn.message["role"] + " (unscored)" * (not turn.scored) for turn in turns]
+        roles = [turn.message["role"] + " (not scored)" * (not turn.scored) for turn in turns]
         raise ValueError(
-            f"{name}: no assistant turn: the roles are {brief(list(dict.fromkeys(roles)))}, and "
-            "only what an assistant said is scored"
+            f"{name}: expected an assistant message to score, got the roles "
+            f"{brief(list(dict.fromkeys(roles)))}; leave the row out"
         )
 
 

@@ -1,4 +1,4 @@
-"""The errors of a scoring job, whose text every terminal and file can show."""
+"""Errors of a scoring job, with printable messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 class ScoreError(ValueError):
-    """The job cannot go on with its input; the message says what to change."""
+    """The job cannot continue with its input; the message has a remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -16,7 +16,7 @@ class ChatError(ScoreError):
     """A chat cannot be scored; the message starts with ``file:line``."""
 
     def __init__(self, where: str, problem: str) -> None:
-        """``where`` is ``file:line``."""
+        """Prefix the problem with ``where``, which is ``file:line``."""
         super().__init__(f"{where}: {problem}")
         self.where = printable(where)
 
@@ -24,7 +24,7 @@ class ChatError(ScoreError):
 def printable(text: str) -> str:
     """``text`` on one line, with lone surrogates and control characters written as escapes.
 
-    Paths that are not UTF-8 and texts from JSON may have surrogates, which no file can store.
+    Non-UTF-8 paths and JSON strings may contain surrogates, which cannot be encoded.
     """
     return re.sub(
         r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]",
@@ -34,7 +34,7 @@ def printable(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The text of another library's exception, on one line of bounded length."""
+    """The message of an exception of another library, on one line of bounded length."""
     text = " ".join(str(error).split())
     if not isinstance(error, OSError | ValueError) or not text:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""The scoring job: it reads chats, runs two models, and writes two tables and a report."""
+"""The scoring job: read chats, run two models, write two tables and a report."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fusedrl.scoring.settings import Settings
 from fusedrl.scoring.tables import Tables, mismatch_row
 from fusedrl.scoring.tokenization import TokenizedChat, tokenize_chat
 
-# So many chats are scored together and share forward passes.
+# Number of chats scored in one call, which share forward passes.
 BATCH = 32
 
 
 @dataclass
 class Summary:
-    """What a job did: a row for each chat, as in ``chats.parquet``, and the skipped chats.
+    """The results of a job: the rows of ``chats.parquet``, and the skipped chats.
 
-    ``mismatch`` is over all tokens with a rollout log-prob, or ``None`` if there is no such token.
-    ``not_rendered`` counts the chats with ``"tools"``, or ``"system messages"``, that the chat
-    template leaves out.
+    ``mismatch`` is over all tokens with a rollout log-prob, ``None`` if there are none.
+    ``not_rendered`` counts the chats whose ``"tools"`` or, for example, ``"system messages"`` the
+    chat template does not render.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -44,13 +44,13 @@ class Summary:
     not_rendered: Counter[str] = field(default_factory=Counter)
 
     def mean(self, column: str, rows: Sequence[dict[str, Any]] | None = None) -> float:
-        """Mean over all scored tokens, of all chats or of some, of a column such as ``kl_mean``."""
+        """Mean of a column such as ``kl_mean`` over the scored tokens of ``rows`` or all chats."""
         rows = self.rows if rows is None else rows
         weights = [row["scored_tokens"] for row in rows]
         return float(numpy.average([row[column] for row in rows], weights=weights))
 
     def figures(self) -> dict[str, Any]:
-        """The figures over all chats by name, as ``fusedrl score --json`` prints them."""
+        """The summary statistics by name, as ``fusedrl score --json`` prints them."""
         means = ("kl_mean", "kl_forward_mean", "entropy_mean", "reference_entropy_mean")
         figures = {
             "chats": len(self.rows),
@@ -59,8 +59,8 @@ class Summary:
             **{name: self.mean(name) for name in means if self.rows[0][name] is not None},
         }
         for answer in ("chosen", "rejected"):
-            if own := [row for row in self.rows if row["answer"] == answer]:
-                figures[answer] = {"chats": len(own), "kl_mean": self.mean("kl_mean", own)}
+            if rows := [row for row in self.rows if row["answer"] == answer]:
+                figures[answer] = {"chats": len(rows), "kl_mean": self.mean("kl_mean", rows)}
         if self.not_rendered:
             figures["not_rendered"] = dict(sorted(self.not_rendered.items()))
         if self.mismatch is not None:
@@ -82,26 +82,24 @@ def score_chats(
     """Score conversations under two models.
 
     Writes ``tokens.parquet``, ``chats.parquet`` and ``report.html`` into ``out``. The files are
-    written into a temporary directory inside it and moved when all three are complete: a job that
-    fails or is interrupted leaves the files of an earlier job as they were. A job that is killed
-    leaves that directory behind.
+    written to a temporary directory in it and moved when all three are complete: a failed or
+    interrupted job does not change the files of an earlier job. A killed job leaves the temporary
+    directory behind.
 
     Args:
-        chats: files of JSON lines, a JSON array, Parquet or CSV, with or without gzip, or patterns
-            that name them; ``"-"`` for standard input. Rows are
-            ``{"messages": [{"role", "content"}, ...]}``, ``{"prompt", "completion"}``, ShareGPT's,
-            Alpaca's, or pairs of answers. An optional ``"rollout_log_probs"`` has the engine's
-            log-prob of each scored token or of each token.
+        chats: paths or glob patterns of JSON lines, JSON arrays, Parquet or CSV, also gzipped;
+            ``"-"`` for standard input. Rows are ``{"messages": [{"role", "content"}, ...]}``,
+            ``{"prompt", "completion"}``, ShareGPT, Alpaca, or preference pairs. An optional
+            ``"rollout_log_probs"`` has the engine's log-prob of each scored token or each token.
         policy: directory or hub name of the trained model, or a directory of peft adapters.
-        reference: directory or hub name of the model that it is compared with.
-        out: directory to write into; made if absent.
-        settings: how to score; ``None`` for the defaults.
-        on_skip: a function that is called with every chat that is skipped.
-        on_progress: a function that is called after every chat, scored or skipped.
+        reference: directory or hub name of the reference model.
+        out: output directory, created if necessary.
+        settings: options; ``None`` for the defaults.
+        on_skip: called with the error of each skipped chat.
+        on_progress: called after each chat, scored or skipped.
 
     Raises:
-        ScoreError: the vocabularies differ, a model or file does not load, or no chat can be
-            scored.
+        ScoreError: a model or file does not load, vocabularies differ, or no chat can be scored.
         ChatError: with ``settings.strict``, a chat cannot be scored.
 
     Example:
@@ -153,8 +151,8 @@ def score_chats(
                 raise nothing_to_score(records.name, summary.skipped)
         summary.rows = tables.chats
         if mismatches:
-            together = map(torch.cat, zip(*mismatches, strict=True))
-            summary.mismatch = Mismatch._make(together).total()
+            concatenated = map(torch.cat, zip(*mismatches, strict=True))
+            summary.mismatch = Mismatch._make(concatenated).total()
         path = folder / "report.html"
         report.write(path, summary.rows, summary.figures(), summary.skipped)
     return summary
@@ -187,12 +185,12 @@ def _scored(
     settings: Settings,
     skip: Callable[[ChatError], None],
 ) -> Iterator[ScoredChat]:
-    """The scored chats of a batch, without those that a model refuses."""
+    """The scored chats of a batch; chats for which a model raises are skipped."""
     try:
         yield from score_batch(models, batch, settings)
     except (ValueError, IndexError, torch.OutOfMemoryError) as error:
         if len(batch) == 1:
-            skip(ChatError(batch[0].chat.where, f"a model refuses the chat: {reason(error)}"))
+            skip(ChatError(batch[0].chat.where, f"a model failed on the chat: {reason(error)}"))
             return
         for tokenized in batch:
             yield from _scored(models, [tokenized], settings, skip)

@@ -1,4 +1,4 @@
-"""Messages and tools in the words of chat templates, whatever a data set calls them."""
+"""Convert messages and tools of any data set to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from fusedrl.scoring.records import parsed
 
 Messages = list[dict[str, Any]]
 
-# Who speaks, in the words of ShareGPT and in those of chat templates.
-_SPEAKERS = {
+# Role names of data sets -> roles of chat templates.
+_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "function_call"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-# A list of messages as a spreadsheet or Python writes it: cut off, or with other quotes.
-_OTHER_LIST = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
-# What data sets say of a message that is not trained on, if it is 0 or false.
+# A list of messages that is truncated, or written by Python's repr: not JSON.
+_NOT_JSON_LIST = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+# Keys that exclude a message from training if they are 0 or false.
 _WEIGHTS = ("weight", "train", "loss_mask")
 
 
 class Turn(NamedTuple):
-    """A message, and whether it is scored if the assistant said it."""
+    """A message, and whether it is scored if it is the assistant's."""
 
     message: dict[str, Any]
     scored: bool = True
 
 
-def messages_of(name: str, value: Any, speaker: str | None = None) -> list[Turn]:
-    """A list of messages, which may be written as JSON; a string is what ``speaker`` says."""
-    found = [value] if _says_who_speaks(value) else value_of(value)
-    if found and isinstance(found, list) and all(map(_says_who_speaks, found)):
+def messages_of(name: str, value: Any, role: str | None = None) -> list[Turn]:
+    """Messages from a list or its JSON; a plain string is one message of ``role``."""
+    found = [value] if _is_message(value) else value_of(value)
+    if found and isinstance(found, list) and all(map(_is_message, found)):
         value = found
-    elif isinstance(value, str) and _OTHER_LIST.match(value):
+    elif isinstance(value, str) and _NOT_JSON_LIST.match(value):
         raise ValueError(
-            f"{name}: expected a list of messages, got text that is no JSON: {brief(value)}; "
+            f"{name}: expected a list of messages, got text that is not JSON: {brief(value)}; "
             "write the list with json.dumps, or the table as Parquet"
         )
-    if isinstance(value, str) and speaker is not None:
-        value = [{"role": speaker, "content": value}]
+    if isinstance(value, str) and role is not None:
+        value = [{"role": role, "content": value}]
     if not isinstance(value, list):
         raise ValueError(
-            f'{name}: expected a list of messages, as in {{"{name}": [...]}}, or a text and a '
-            f'"prompt" beside it, got {brief(value)}'
+            f'{name}: expected a list of messages, as in {{"{name}": [...]}}, or a string with a '
+            f'"prompt", got {brief(value)}'
         )
     return [turn_of(f"{name}[{i}]", message) for i, message in enumerate(value)]
 
 
-def _says_who_speaks(item: Any) -> bool:
+def _is_message(item: Any) -> bool:
     return isinstance(item, dict) and ("role" in item or item.keys() >= {"from", "value"})
 
 
 def turn_of(name: str, given: Any) -> Turn:
-    """A message in the words of chat templates."""
-    # A Parquet struct has every key in every message; templates expect absent keys to be absent.
+    """A message in the form of chat templates."""
+    # Parquet structs fill missing keys with null, which templates would not treat as missing.
     message = _without_nulls(given)
     if isinstance(message, dict) and "role" not in message and "from" in message:
         message = _from_sharegpt(name, message)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f'{name}: expected {{"role", "content"}}, got {brief(given)}')
-    if message["role"] == "function":  # OpenAI's first name for it
+    if message["role"] == "function":  # OpenAI's former name
         message["role"] = "tool"
     weights = [message.pop(key) for key in _WEIGHTS if key in message]
     if not all(weight in (0, 1) for weight in weights):
@@ -82,19 +82,19 @@ def turn_of(name: str, given: Any) -> Turn:
 
 
 def _from_sharegpt(name: str, message: dict[str, Any]) -> dict[str, Any]:
-    speaker, value = message.pop("from"), message.pop("value", None)
-    if speaker not in list(_SPEAKERS):
-        known = ", ".join(_SPEAKERS)
-        raise ValueError(f"{name}.from: expected one of {known}, got {brief(speaker)}; rename it")
-    if speaker != "function_call":
-        return {**message, "role": _SPEAKERS[speaker], "content": value}
+    role, value = message.pop("from"), message.pop("value", None)
+    if role not in list(_ROLES):
+        known = ", ".join(_ROLES)
+        raise ValueError(f"{name}.from: expected one of {known}, got {brief(role)}; rename it")
+    if role != "function_call":
+        return {**message, "role": _ROLES[role], "content": value}
     calls = value_of(value)
     calls = calls if isinstance(calls, list) else [calls]
-    return {**message, "role": _SPEAKERS[speaker], "tool_calls": calls}
+    return {**message, "role": _ROLES[role], "tool_calls": calls}
 
 
 def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A call in the words of chat templates, with arguments; they may still be JSON."""
+    """A tool call in the form of chat templates; its arguments may still be a JSON string."""
     function = call.get("function", call)
     if isinstance(function, dict) and isinstance(function.get("name"), str):
         bare = function.keys() <= {"name", "type", "id"}  # a function without arguments
@@ -104,13 +104,13 @@ def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
             called = {**function, "arguments": arguments}
             return {"type": "function", **outer, "function": called}
     raise ValueError(
-        f"{name}: expected a name and arguments, which are an object or its JSON, got "
-        f"{brief(call)}; correct the call, or leave out the row"
+        f"{name}: expected a name and arguments (an object or JSON), got {brief(call)}; correct "
+        "the call, or leave out the row"
     )
 
 
 def arguments_of(value: Any) -> Any:
-    """The arguments of a tool call as an object, where they are written as JSON."""
+    """The arguments of a tool call, parsed if they are a JSON string."""
     return {} if value == "" else value_of(value)
 
 
@@ -122,7 +122,7 @@ def _text_of_part(name: str, part: Any) -> str:
 
 
 def tools_of(tools: Any, functions: Any) -> list[Any] | None:
-    """What the assistant could call, each as ``{"type": "function", "function": ...}``."""
+    """The tools of a chat, each as ``{"type": "function", "function": ...}``."""
     tools = _list_of("tools", value_of(tools)) or _list_of("functions", value_of(functions))
     tools = [
         {"type": "function", "function": tool}
@@ -134,7 +134,7 @@ def tools_of(tools: Any, functions: Any) -> list[Any] | None:
 
 
 def _list_of(name: str, value: Any) -> list[Any]:
-    """A list of JSON objects, which is empty for nothing."""
+    """A list of JSON objects, empty for a missing value."""
     value = value or []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise ValueError(f"{name}: expected a list of objects, got {brief(value)}")
@@ -142,14 +142,14 @@ def _list_of(name: str, value: Any) -> list[Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without keys that are null, which Arrow gives to a row because another has them."""
+    """``value`` without null keys, which Arrow adds if any other row has them."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def value_of(value: Any) -> Any:
-    """What a string holds as JSON, or the value as it is."""
+    """The parsed value of a JSON string, or the value unchanged."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             return parsed(value)
@@ -162,6 +162,6 @@ _REPR.maxlevel = 3
 
 
 def brief(value: Any) -> str:
-    """The start of a value in an error, however large or deep the value is."""
+    """A short representation of a value of any size, for errors."""
     text = _REPR.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

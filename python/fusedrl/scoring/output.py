@@ -1,4 +1,4 @@
-"""The output directory: the files of a job appear there together, or not at all."""
+"""The output directory: all files of a job appear in it, or none."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ FILES = ("tokens.parquet", "chats.parquet", "report.html")
 
 @contextmanager
 def whole_files(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
-    """A directory inside ``out`` for the files of one job, which move to ``out`` after the block.
+    """A temporary directory in ``out``, whose files move to ``out`` at the end of the block.
 
-    A block that raises moves none; the directory is removed in any case.
+    If the block raises, no file is moved. The directory is removed in any case.
 
     Args:
-        out: the output directory, made if absent; removed again if it stays empty.
-        inputs: the files that the job reads, which its output must not replace.
+        out: the output directory, created if necessary, and then removed if it stays empty.
+        inputs: the input files, which must not be overwritten.
 
     Raises:
-        ScoreError: the directory cannot be made, or a file cannot or must not be replaced.
+        ScoreError: the directory or a file cannot be written.
     """
     with explain_write_errors(out):
         _check_replaceable(out, inputs)
@@ -45,12 +45,12 @@ def whole_files(out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` in the block into a ``ScoreError`` that names the path and a remedy."""
+    """Convert an ``OSError`` in the block to a ``ScoreError`` with the path and a remedy."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "free some space there" if full else "choose a directory that can be written"
+        remedy = "free some disk space" if full else "choose a writable directory"
         raise ScoreError(
             f"out: cannot write {path}: {error.strerror or error}; {remedy}"
         ) from error
@@ -65,4 +65,4 @@ def _check_replaceable(out: Path, inputs: Sequence[Path]) -> None:
             )
         for path in inputs:
             if target.exists() and target.samefile(path):
-                raise ScoreError(f"out: {target} would replace the input; choose another directory")
+                raise ScoreError(f"out: {target} would overwrite input; choose another directory")

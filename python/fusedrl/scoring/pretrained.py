@@ -1,4 +1,4 @@
-"""Load the policy and its reference, and check that they are complete and share a vocabulary."""
+"""Load policy and reference, and check that they are complete and share a vocabulary."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from transformers import (
 from fusedrl.scoring.checkpoint import check_causal, check_complete, check_finite, check_kind
 from fusedrl.scoring.errors import ScoreError, reason
 
-_REMEDY = "pass a directory that save_pretrained wrote, or a name on the hub"
-_BASE = "pass the model that the adapters were trained on, with as many embeddings, as --base"
+_REMEDY = "pass a directory written by save_pretrained, or a name on the hub"
+_BASE = "pass the model that the adapters were trained on, with equal vocabulary size, as --base"
 
 
 class Source(NamedTuple):
-    """Where a model comes from: ``adapter`` is the folder of the adapters on ``model``, if any."""
+    """A model to load, with the directory of its adapters in ``adapter``, if any."""
 
     role: str
     model: str
@@ -32,9 +32,9 @@ class Source(NamedTuple):
 
 
 class ModelPair(NamedTuple):
-    """Two models in evaluation mode on one device; ``context`` is the shorter of their contexts.
+    """Two models in evaluation mode on one device; ``context`` is the smaller context length.
 
-    ``classes`` is how many of their logits are of tokens, where they have other numbers of them.
+    ``classes`` is the number of logits that belong to tokens, if the models have different widths.
     """
 
     policy: Any
@@ -56,18 +56,17 @@ def load_pair(
     """Load both models and the policy's tokenizer.
 
     Args:
-        policy: directory or hub name, of a model or of adapters for one.
+        policy: directory or hub name of a model, or directory of adapters.
         reference: directory or hub name; its tokenizer must have the policy's vocabulary.
         device: a torch device, or ``"auto"``: CUDA where there is one.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"``, or ``"auto"``: float32 on the CPU, the
-            checkpoint's own elsewhere.
-        template: a chat template that replaces the tokenizer's own.
-        base: the model under adapters; ``None`` for the one that their configuration names.
+            dtype of the checkpoint elsewhere.
+        template: a chat template that replaces the tokenizer's template.
+        base: the base model of adapters; ``None`` for the one in their configuration.
 
     Raises:
-        ScoreError: a model does not load, is not causal, or has other weights than its
-            configuration describes; the vocabularies differ; there is no chat template; or the
-            device cannot be used.
+        ScoreError: a model does not load or is not a complete causal LM, the vocabularies differ,
+            there is no chat template, or the device cannot be used.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,7 +100,7 @@ def read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        # A byte order mark would be rendered at the start of every chat, so it is dropped.
+        # utf-8-sig: a byte order mark would be rendered at the start of every chat.
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ScoreError(
@@ -110,7 +109,7 @@ def read_template(path: Path | None) -> str | None:
     if not text.strip():
         raise ScoreError(
             f"chat_template: expected a Jinja template, got the empty file {path}; "
-            "leave it out for the policy's own"
+            "leave it out for the policy's template"
         )
     return text
 
@@ -124,26 +123,26 @@ def _source(role: str, name: str, base: str | None) -> Source:
     if config.is_prompt_learning:
         raise ScoreError(
             f"{role}: expected adapters of weights, got {config.peft_type.value} from {name!r}, "
-            "which adds tokens; they cannot be scored"
+            "which adds virtual tokens and is not supported; use another adapter type"
         )
     if base is not None:
         return Source(role, base, name)
     if not config.base_model_name_or_path:
-        raise ScoreError(f"{role}: the adapters in {name!r} name no base model; pass --base MODEL")
+        raise ScoreError(f"{role}: the adapters in {name!r} have no base model; pass --base MODEL")
     return Source(role, config.base_model_name_or_path, name, config.revision)
 
 
 def _tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the adapters, if any does, or else that of the model."""
+    """The tokenizer in the directory of the adapters, if there is one, or else the model's."""
     name, remedy, options = source.adapter or source.model, _REMEDY, {}
     if source.adapter is not None and not Path(source.adapter, "tokenizer_config.json").exists():
         name, remedy, options = source.model, _BASE, {"revision": source.revision}
     tokenizer = _load(AutoTokenizer, source.role, name, remedy, **options)
-    # Without its file, transformers makes one of the special tokens alone.
+    # Without a vocabulary file, transformers makes a tokenizer with special tokens only.
     if set(tokenizer.get_vocab()) <= set(tokenizer.added_tokens_encoder):
         raise ScoreError(
-            f"{source.role}: expected a tokenizer with a vocabulary in {name!r}, got special "
-            "tokens alone; save it there with tokenizer.save_pretrained"
+            f"{source.role}: expected a tokenizer with a vocabulary in {name!r}, got only special "
+            "tokens; save it there with tokenizer.save_pretrained"
         )
     return tokenizer
 
@@ -152,10 +151,10 @@ def _model(
     source: Source, device: str, dtype: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Any, int]:
     role, name, adapter, revision = source
-    remedy, chosen = (_REMEDY, {}) if adapter is None else (_BASE, {"revision": revision})
-    check_kind(role, name, _load(AutoConfig, role, name, remedy, **chosen))
-    # Missing or misshapen weights would be drawn at random. They are listed instead, and refused.
-    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **chosen}
+    remedy, revision_option = (_REMEDY, {}) if adapter is None else (_BASE, {"revision": revision})
+    check_kind(role, name, _load(AutoConfig, role, name, remedy, **revision_option))
+    # Mismatched weights are listed by the loading info, and check_complete refuses them.
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, **revision_option}
     model, loading = _load(AutoModelForCausalLM, role, name, remedy, dtype=dtype, **options)
     check_complete(role, name, model, loading)
     if adapter is not None:
@@ -164,10 +163,10 @@ def _model(
     try:
         model = model.eval().to(device)
         width = check_causal(role, name, model, tokenizer)
-    # No such device, which a CPU build asserts; no memory; or no such kernel for the device.
+    # No such device (an AssertionError in CPU builds), no memory, or no kernel for the dtype.
     except (RuntimeError, AssertionError) as error:
         raise ScoreError(
-            f"{role}: {name!r} cannot compute on {device}: {reason(error)}; "
+            f"{role}: {name!r} does not run on {device}: {reason(error)}; "
             "try another --device or --dtype"
         ) from error
     size = 1 + max(tokenizer.get_vocab().values())
@@ -180,22 +179,22 @@ def _model(
 
 
 def _adapted(role: str, model: PreTrainedModel, name: str) -> Any:
-    """The model with the adapters of a folder, all of whose weights have a place in the model."""
+    """Load the adapters of a directory into the model, and check that all their weights match."""
     from peft import PeftConfig, PeftModelForCausalLM
 
     try:
         adapted = PeftModelForCausalLM(model, PeftConfig.from_pretrained(name))
         loading = adapted.load_adapter(name, "default")
-    except Exception as error:  # a misshapen weight, a missing file, or a layer that is not there
+    except Exception as error:  # a mismatched weight, a missing file or layer
         problem = reason(error)
     else:
-        # Beside layers, some are stored twice, such as embeddings that are tied.
+        # Unexpected weights outside of layers are harmless copies, such as tied embeddings.
         other = [key for key in loading.unexpected_keys if re.search(r"\.\d+\.", key)]
         if not loading.missing_keys and not other:
             return adapted
         problem = f"expected {loading.missing_keys[:1]}, got {other[:1]}"
     raise ScoreError(
-        f"{role}: the adapters in {name!r} do not fit {model.name_or_path!r}: {problem}; {_BASE}"
+        f"{role}: the adapters in {name!r} do not match {model.name_or_path!r}: {problem}; {_BASE}"
     )
 
 
@@ -208,7 +207,7 @@ def _load(kind: Any, role: str, name: str, remedy: str = _REMEDY, **options: Any
         )
     try:
         return kind.from_pretrained(name, **options)
-    except Exception as error:  # the parsers of weights and tokenizers raise many types
+    except Exception as error:  # parsers of weights and tokenizers raise many types
         what = {AutoTokenizer: "tokenizer", AutoConfig: "configuration"}.get(kind, "model")
         absent = "" if folder.is_dir() else " (there is no such directory)"
         if checkpoints := sorted(folder.glob("checkpoint-*/"), key=lambda c: (len(c.name), c.name)):
@@ -221,16 +220,20 @@ def _load(kind: Any, role: str, name: str, remedy: str = _REMEDY, **options: Any
 def _check_same_vocabulary(
     policy: PreTrainedTokenizerBase, reference: PreTrainedTokenizerBase
 ) -> None:
-    ours, theirs = policy.get_vocab(), reference.get_vocab()
-    if ours == theirs:
+    policy_ids, reference_ids = policy.get_vocab(), reference.get_vocab()
+    if policy_ids == reference_ids:
         return
     token = min(
-        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
-        key=lambda t: (ours.get(t, len(ours)), t),
+        (
+            t
+            for t in policy_ids.keys() | reference_ids.keys()
+            if policy_ids.get(t) != reference_ids.get(t)
+        ),
+        key=lambda t: (policy_ids.get(t, len(policy_ids)), t),
     )
     raise ScoreError(
-        f"reference: expected the policy's vocabulary ({len(ours)} tokens), got another one "
-        f"({len(theirs)} tokens): {token!r} is {ours.get(token)} in the policy's and "
-        f"{theirs.get(token)} in the reference's. Log-probs of different tokens cannot be "
-        "compared; use the model that the policy was tuned from as the reference"
+        f"reference: expected the policy's vocabulary ({len(policy_ids)} tokens), got another one "
+        f"({len(reference_ids)} tokens): the ID of {token!r} is {policy_ids.get(token)} in the "
+        f"policy and {reference_ids.get(token)} in the reference; use the model that the policy "
+        "was trained from"
     )

@@ -1,4 +1,4 @@
-"""The rows of input files: JSON lines, a JSON array, Parquet or CSV, each of them also gzipped."""
+"""Read the rows of input files: JSON lines, a JSON array, Parquet or CSV, also gzipped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import pyarrow.parquet
 from fusedrl.scoring.errors import ScoreError, printable, reason
 
 Reader = Callable[[], Any]
-# What is read of Parquet, where it has any of them.
+# The columns to read of Parquet files; all columns if a file has none of them.
 COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "chosen", "rejected"),
     *("instruction", "input", "output", "history", "preferred_output", "non_preferred_output"),
@@ -34,9 +34,9 @@ _UNREADABLE = (OSError, EOFError, ValueError, RecursionError, zlib.error, pyarro
 
 
 class Record(NamedTuple):
-    """A row of the input, unchecked; ``read`` parses it, and raises what the parser raises.
+    """A row of the input, not yet parsed; ``read`` parses it and may raise.
 
-    ``line`` counts from 1 in its file: lines, elements of an array, or rows of a table.
+    ``line`` is the number, from 1, of the line, array element or table row in its file.
     """
 
     file: str
@@ -51,19 +51,19 @@ class Record(NamedTuple):
 
 
 class Records(NamedTuple):
-    """The rows of all files, each of which is read once; standard input has no path."""
+    """The rows of all files; standard input has no path."""
 
     paths: list[Path]
-    name: str  # what errors call the input
+    name: str  # of the input, in errors
     rows: list[Record]
 
 
 def read_records(chats: str | Path | Sequence[str | Path], limit: int | None = None) -> Records:
-    """The rows of files; of JSON lines those that are not blank.
+    """Read the rows of files, without blank lines.
 
     Args:
         chats: one or more paths, or patterns such as ``"data/*.jsonl"``; ``"-"`` is standard input.
-        limit: how many rows are read; ``None`` for all.
+        limit: maximum number of rows; ``None`` for all.
 
     Raises:
         ScoreError: a file cannot be read, or there is no row.
@@ -71,13 +71,13 @@ def read_records(chats: str | Path | Sequence[str | Path], limit: int | None = N
     given = [chats] if isinstance(chats, str | Path) else chats
     found: dict[Path | None, Path | None] = {}
     for path in (path for one in given for path in _matching(one)):
-        found.setdefault(path and path.resolve(), path)  # a file that is named twice is read once
+        found.setdefault(path and path.resolve(), path)  # read each file once
     rows = list(islice((row for path in found.values() for row in _rows_of(path)), limit))
     names = [*map(_name, found.values())]
     name = names[0] if len(names) == 1 else f"{len(names)} files"
     if not rows:
         empty = "the file is empty" if len(names) == 1 else "all of them are empty"
-        raise ScoreError(f"{name}: {empty}; pass one that has chats")
+        raise ScoreError(f"{name}: {empty}; pass a file with chats")
     return Records([path for path in found if path is not None], name, rows)
 
 
@@ -87,7 +87,7 @@ def _matching(given: str | Path) -> list[Path | None]:
         return [None]
     if os.path.lexists(given):
         return [Path(given)]
-    found = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path's takes no absolute pattern)
+    found = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path.glob refuses absolute patterns)
     paths: list[Path | None] = [p for p in map(Path, sorted(found)) if not p.is_dir()]
     if not paths:
         shown = printable(str(given))
@@ -107,15 +107,15 @@ def _rows_of(path: Path | None) -> Iterator[Record]:
         name = "" if path is None else path.name.lower().removesuffix(".gz")
         form, readers = _readers(content, name.endswith((".csv", ".tsv")))
     except _UNREADABLE as error:
-        remedy = "check the path, or write the file again, in UTF-8"
+        remedy = "check the path, or save the file again in UTF-8"
         if path is not None and path.is_dir():
-            remedy = f"name its files, as in '{printable(str(path))}/*.jsonl'"
+            remedy = f"pass its files, as in '{printable(str(path))}/*.jsonl'"
         raise ScoreError(f"chats: cannot read {_name(path)}: {reason(error)}; {remedy}") from error
     return (Record(_name(path), n, form, read) for n, read in readers)
 
 
 def _readers(content: bytes, is_csv: bool) -> tuple[str, Iterable[tuple[int, Reader]]]:
-    """The format of a file, and how each of its rows is read."""
+    """The format of a file, and a reader for each row."""
     if content.startswith(b"\x1f\x8b"):
         content = gzip.decompress(content)
     if content.startswith(b"PAR1"):
@@ -148,18 +148,18 @@ def _row(batch: pyarrow.RecordBatch, index: int) -> dict[str, Any]:
 
 
 def _csv_table(content: bytes) -> pyarrow.Table:
-    """A CSV file, whose first line has the names of its columns; an empty cell is null."""
+    """Read CSV with column names in the first line; an empty cell is null."""
     if content.count(b'"') % 2:
         raise ValueError("a quotation mark is not closed, or not doubled within a cell")
     head = content.partition(b"\n")[0]
     separator = max(",;\t", key=lambda each: head.count(each.encode()))
     quoted = pyarrow.csv.ParseOptions(newlines_in_values=True, delimiter=separator)
-    # One block: a row that is longer than a block would be refused.
+    # A single block, since pyarrow refuses rows longer than a block.
     block = pyarrow.csv.ReadOptions(block_size=min(len(content), 2**31 - 1))
     source = partial(pyarrow.BufferReader, content)
     names = pyarrow.csv.open_csv(source(), block, quoted).schema.names
     if any(names.count(name) > 1 for name in COLUMNS):
-        raise ValueError("two columns have one name")
+        raise ValueError("two columns have the same name")
     strings = pyarrow.csv.ConvertOptions(
         column_types=dict.fromkeys(names, pyarrow.string()),
         strings_can_be_null=True,
@@ -169,22 +169,22 @@ def _csv_table(content: bytes) -> pyarrow.Table:
 
 
 def parsed(text: bytes | str) -> Any:
-    """A value of JSON, NaN as null; an object with a key that occurs twice is a ``ValueError``."""
-    # json takes bytes too, and guesses their encoding: a line of UTF-16 would be another text.
+    """Parse JSON, with NaN as null; a duplicate key in an object is a ``ValueError``."""
+    # Not json.loads(bytes), which guesses the encoding.
     string = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     return json.loads(string, object_pairs_hook=_object, parse_constant=_constant)
 
 
 def _constant(name: str) -> float | None:
-    # Tables without a value are written with NaN, which is no JSON.
+    # Some libraries write missing values of tables as NaN.
     return None if name == "NaN" else float(name)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a key that occurs twice is refused, because it would hide the first value."""
+    """A JSON object; a duplicate key is refused, since json would drop the first value."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in made if keys.count(key) > 1)
-        raise ValueError(f"the key {twice[:60]!r} stands twice in one object")
+        raise ValueError(f"duplicate key {twice[:60]!r} in an object")
     return made

@@ -1,4 +1,4 @@
-"""``report.html``: one self-contained page that shows where the policy drifted."""
+"""``report.html``: a self-contained page that shows where the policy drifted."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fusedrl.scoring.output import explain_write_errors
 
 LABELS = {
     "exact": "KL",
-    "forward": "KL of the reference from the policy",
+    "forward": "forward KL",
     "k1": "log-ratio (k1 estimate)",
     "k3": "k3 estimate",
 }
 _DIRECTION = re.compile("[\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]")
 _NO_WIDTH = re.compile("[\\u00ad\\u061c\\u200b-\\u200f\\u202a-\\u202e\\u2060-\\u206f\\ufeff]+")
-# Each cell of a token takes about 250 bytes; browsers are slow beyond some ten thousands of them.
+# A token takes about 250 bytes; browsers become slow beyond some ten thousand.
 MAX_TOKENS = 30_000
 
 
 class View(NamedTuple):
-    """A quantity that colours the tokens; ``scale`` is where its colour saturates, in nats.
+    """A quantity that colours the tokens; its colour saturates at ``scale`` nats.
 
-    One that is never negative has a sequential scale, from 0; ``signed`` is for the others.
+    A nonnegative quantity has a sequential colour scale, a ``signed`` one a diverging scale.
     """
 
     key: str
@@ -44,15 +44,15 @@ class View(NamedTuple):
 
 
 class HtmlReport:
-    """Collects scored chats, keeps the most-drifted ones, and renders them."""
+    """Collects scored chats, keeps those with the most drift, and renders them."""
 
     def __init__(self, facts: dict[str, str], chats: int, rollout_bound: float = 2.0) -> None:
         """Start empty.
 
         Args:
-            facts: the job's settings, by name.
-            chats: how many chats to show.
-            rollout_bound: where the ratios of policy and engine are truncated.
+            facts: the settings of the job by name.
+            chats: number of chats to show.
+            rollout_bound: truncation of the probability ratio of policy and engine.
         """
         self._facts = facts
         self._limit = chats
@@ -83,7 +83,7 @@ class HtmlReport:
     ) -> None:
         """Render the page.
 
-        ``rows`` are all chats' rows, shown or not, and ``figures`` those of all together.
+        ``rows`` has the rows of all chats, shown or not, and ``figures`` their summary statistics.
         """
         self._prune()
         views = self._views()
@@ -92,9 +92,9 @@ class HtmlReport:
         for row, scored in self._kept:
             if budget <= 0:
                 break
-            said = {k: v for k, v in row.items() if v is not None and k != "file"}
+            shown = {k: v for k, v in row.items() if v is not None and k != "file"}
             where = scored.tokenized.chat.where.removeprefix(folder)
-            chats.append(said | {"where": where} | _conversation(scored, views, budget))
+            chats.append(shown | {"where": where} | _conversation(scored, views, budget))
             budget -= len(scored.positions)
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
             Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ class HtmlReport:
             plots=self._plots(views[0].label, rows),
         )
         with explain_write_errors(path):
-            # Text that no model reads may be invalid, such as a key that the template ignores.
+            # Keys that the template ignores may contain invalid text.
             path.write_text(html, encoding="utf-8", errors="backslashreplace")
 
     def _plots(self, label: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,12 +142,12 @@ class HtmlReport:
         rollouts = [_log_ratios(scored) for _, scored in self._kept if scored.rollout is not None]
         if rollouts:
             values.append(("rollout", "log-ratio to the rollout", rollouts))
-        together = [(key, label, numpy.concatenate(found)) for key, label, found in values]
-        return [View(k, name, _saturation(v), bool((v < 0).any())) for k, name, v in together]
+        concatenated = [(key, label, numpy.concatenate(found)) for key, label, found in values]
+        return [View(k, name, _saturation(v), bool((v < 0).any())) for k, name, v in concatenated]
 
 
 def plain(value: Any, digits: int = 5) -> Any:
-    """``value`` for JSON, which has neither NaN nor infinities; five digits are enough to see."""
+    """``value`` for JSON, without NaN and infinities, rounded to ``digits``."""
     if isinstance(value, dict):
         return {key: plain(item, digits) for key, item in value.items()}
     if isinstance(value, list):
@@ -158,21 +158,21 @@ def plain(value: Any, digits: int = 5) -> Any:
 
 
 def drift(row: dict[str, Any]) -> float:
-    """Sort key of a chat: its mean KL; NaN sorts first, because someone should look at it.
+    """Sort key of a chat: its mean KL, with NaN first.
 
-    It has as many digits as the page, so that chats with the same KL keep the order of the file.
+    Rounded as on the page, so that chats with equal shown KL keep the order of the file.
     """
     return math.inf if math.isnan(row["kl_mean"]) else float(f"{abs(row['kl_mean']):.5g}")
 
 
 def common_folder(rows: Sequence[dict[str, Any]]) -> str:
-    """The folder that all files of chats are in, as their names begin."""
+    """The common directory of all files of chats, as a prefix of their names."""
     folders = [row["file"].rpartition("/")[0] + "/" for row in rows]
     return os.path.commonpath(folders) + "/" if all(len(f) > 1 for f in folders) else ""
 
 
 def _base(path: str) -> str:
-    """The last part of a path, which is what a reader needs of it."""
+    """The last component of a path."""
     return path.rstrip("/").rpartition("/")[2] or path
 
 
@@ -182,19 +182,19 @@ def _saturation(values: numpy.ndarray) -> float:
 
 
 def _log_ratios(scored: ScoredChat) -> numpy.ndarray:
-    """Log ratio of policy and engine for each scored token, NaN if the engine reported none."""
+    """Log-ratio of policy and engine for each scored token, NaN without a rollout log-prob."""
     assert scored.rollout is not None
     return scored.policy - scored.rollout
 
 
 def _values(scored: ScoredChat) -> dict[str, numpy.ndarray]:
-    """The values by which the tokens of a chat can be coloured."""
+    """The quantities that can colour the tokens of a chat."""
     values = {**scored.kl, "entropy": scored.entropy}
     return values if scored.rollout is None else values | {"rollout": _log_ratios(scored)}
 
 
 def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dict[str, Any]:
-    """The messages of a chat in order: scored ones as cells of tokens, others as text."""
+    """The messages of a chat: scored ones as cells of tokens, others as text."""
     cells: dict[int, list[dict[str, Any]]] = {}
     tokenized = scored.tokenized
     known = _values(scored)
@@ -223,16 +223,16 @@ def _conversation(scored: ScoredChat, views: Sequence[View], budget: int) -> dic
 
 
 def visible(text: str) -> str:
-    """``text`` with marks that turn its direction as escapes, and so a text of no width.
+    """``text`` with escapes for direction marks, and for a text without visible characters.
 
-    They would let one text pass for another: U+202E shows ``<|im_end|>`` as ``<|dne_mi|>``.
+    Direction marks can disguise text: U+202E shows ``<|im_end|>`` as ``<|dne_mi|>``.
     """
     hidden = _NO_WIDTH if _NO_WIDTH.fullmatch(text) else _DIRECTION
     return hidden.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _json(value: Any) -> str:
-    """``value`` as JSON where it is, for a reader: Parquet has dates, and bytes, and JSON depth."""
+    """``value`` as JSON for display; Parquet may contain dates and bytes, and JSON deep nesting."""
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, RecursionError):
@@ -240,7 +240,7 @@ def _json(value: Any) -> str:
 
 
 def _merged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One cell for a character that several tokens spell; log-probs and values add up."""
+    """Merge the cells of tokens that spell one character; log-probs and values are summed."""
     starts = numpy.cumsum([cell["text"] != "" for cell in cells])
     merged = []
     for _, group in groupby(zip(starts, cells, strict=True), key=lambda pair: pair[0]):
@@ -261,13 +261,13 @@ def _merged(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def histogram(values: numpy.ndarray, label: str, unit: str, bins: int = 48) -> dict[str, Any]:
-    """Bars of a histogram between the 1% and 99% quantiles, heights on a log scale in [0, 1].
+    """Histogram between the 1% and 99% quantiles, with heights on a log scale in [0, 1].
 
     Values beyond the quantiles count in the outermost bars.
     """
     finite = values[numpy.isfinite(values)].astype(numpy.float64)
     low, high = numpy.quantile(finite, [0.01, 0.99]) if finite.size else (0.0, 1.0)
-    least = 1e-9 * max(1.0, abs(low), abs(high))  # the least width of all bars together
+    least = 1e-9 * max(1.0, abs(low), abs(high))  # minimum total width of the bars
     if high - low < least:
         low, high = low - 5e5 * least, high + 5e5 * least
     counts, edges = numpy.histogram(numpy.clip(finite, low, high), bins=bins, range=(low, high))

@@ -1,4 +1,4 @@
-"""The options of a scoring job; they load neither torch nor transformers."""
+"""The options of a scoring job; does not import torch or transformers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fusedrl.scoring.errors import ScoreError
 
 ESTIMATORS = ("k1", "k3")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# The arguments of transformers' apply_chat_template, which a template does not get.
+# The arguments of transformers' apply_chat_template, which are no variables of a template.
 _RESERVED = {
     *("messages", "conversation", "add_generation_prompt", "tokenize", "chat_template"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
-TEMPERATURES = (1e-30, 1e30)  # the range that the ops take
+TEMPERATURES = (1e-30, 1e30)  # the range of the ops
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of ``fusedrl score``, each as ``fusedrl score --help`` describes it.
+    """The options of ``fusedrl score``; see ``fusedrl score --help``.
 
     Raises:
         ScoreError: a value is out of its range.
@@ -48,7 +48,7 @@ class Settings:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, before anything is loaded."""
+        """Validate the options, before anything is loaded."""
         for name, known in (("estimator", (None, *ESTIMATORS)), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ScoreError(

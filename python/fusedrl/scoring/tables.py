@@ -49,11 +49,11 @@ def _sum(values: Callable[[ScoredChat], Any]) -> Callable[[ScoredChat], float]:
 
 _INT64, _INT32, _STRING = pyarrow.int64(), pyarrow.int32(), pyarrow.string()
 _FLOAT32, _FLOAT64 = pyarrow.float32(), pyarrow.float64()
-# The columns of a row for each token: None stands for nulls.
+# The columns of tokens.parquet; None stands for a column of nulls.
 _TOKENS: dict[str, _Column] = {
     "file": (_STRING, _of_chat("file")),
     "chat": (_INT64, _of_chat("line")),  # from 1
-    "answer": (_STRING, _of_chat("answer")),  # of a preference
+    "answer": (_STRING, _of_chat("answer")),  # of a preference pair
     "turn": (_INT32, _at_positions("turns")),  # index into the chat's messages
     "position": (_INT32, lambda scored: scored.positions),  # index into the chat's tokens
     "token": (_INT32, _at_positions("token_ids")),
@@ -68,7 +68,7 @@ _TOKENS: dict[str, _Column] = {
     "reference_entropy": (_FLOAT32, lambda scored: scored.reference_entropy),
     "rollout_log_prob": (_FLOAT32, lambda scored: _or_nulls(scored.rollout)),
 }
-# Those of a row for each chat; sums and means in float64.
+# The columns of chats.parquet; sums and means in float64.
 _CHATS: dict[str, _Column] = {
     "file": (_STRING, lambda scored: scored.tokenized.chat.file),
     "chat": (_INT64, lambda scored: scored.tokenized.chat.line),
@@ -100,38 +100,38 @@ def _schema(columns: dict[str, _Column], facts: dict[str, str]) -> pyarrow.Schem
 
 
 class Tables:
-    """Writes ``tokens.parquet`` chat by chat, and ``chats.parquet`` at the end of its block."""
+    """Writes ``tokens.parquet`` chat by chat, and ``chats.parquet`` at the end of the block."""
 
     def __init__(self, folder: Path, facts: dict[str, str]) -> None:
-        """Open the first table.
+        """Open ``tokens.parquet``.
 
         Args:
             folder: an existing directory.
-            facts: the job's settings, kept in the metadata of both files.
+            facts: the settings of the job, stored in the metadata of both files.
 
         Raises:
-            ScoreError: there is no space or no permission; also raised by :meth:`write` and at the
-                end of the block.
+            ScoreError: the file cannot be written; also raised by :meth:`write` and at the end of
+                the block.
         """
         self._folder = folder
         self._facts = facts
         self.chats: list[dict[str, Any]] = []
-        # Files are opened here, because pyarrow takes no path that is not UTF-8.
+        # Pass open files, since pyarrow refuses paths that are not UTF-8.
         with explain_write_errors(folder / "tokens.parquet"):
             self._file = (folder / "tokens.parquet").open("wb")
         self._tokens = pyarrow.parquet.ParquetWriter(self._file, _schema(_TOKENS, facts))
 
     def __enter__(self) -> Tables:
-        """The tables; the files are readable only after the block."""
+        """The tables; the files are complete only after the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Finish both files, unless the block raised an error."""
+        """Finish both files, unless the block raised."""
         try:
             if kind is None:
                 self._finish()
         finally:
-            # A writer that could not finish would try again, and fail again, when it is collected.
+            # A writer that failed would try and fail again when garbage-collected.
             with suppress(Exception):
                 self._tokens.close()
             with suppress(OSError):
@@ -167,7 +167,7 @@ def _or_nulls(values: numpy.ndarray | None) -> pyarrow.Array | None:
 
 
 def mismatch_row(mismatch: Mismatch | None) -> dict[str, float | None]:
-    """The figures of a mismatch by name; all are ``None`` if there is no mismatch."""
+    """The statistics of a mismatch by name; all are ``None`` without a mismatch."""
     if mismatch is None:
         return dict.fromkeys(_MISMATCH)
     return {name: getattr(mismatch, name).item() for name in _MISMATCH}

@@ -1,6 +1,6 @@
-"""Turn a conversation into tokens, each with the turn for which it is scored.
+"""Render and tokenise a conversation, and find the turn of each scored token.
 
-:mod:`fusedrl.assistant_tokens` says which tokens are the assistant's.
+:mod:`fusedrl.assistant_tokens` finds the assistant's text.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from fusedrl.scoring.messages import Messages, arguments_of
 
 REMEDY = "pass --chat-template FILE, a copy of the template with {% generation %} markers"
 
-# A word that no conversation has, in the place of a text whose rendering is looked for.
+# A unique word that replaces a text, to find where a template renders the text.
 _PROBE = "fusedrl_probe_{}."
 
 
 class TokenizedChat(NamedTuple):
     """A chat as the models read it.
 
-    ``texts[i]`` is what token *i* adds to the rendered conversation. If several tokens spell a
-    character, it belongs to the first, and the others have ``""``: the joined texts are the whole
-    conversation. ``turns[i]`` is the index of the message for which token *i* is scored, or -1.
-    ``rollout`` has the engine's log-prob of each scored token, NaN if it is not known; it is
-    ``None`` for a chat without rollout log-probs. ``not_rendered`` names the parts of the context
-    that the chat template leaves out, such as ``"tools"`` and ``"system messages"``.
+    ``texts[i]`` is the text of token *i*; the joined texts are the rendered conversation. If
+    several tokens spell a character, the first one has it and the others have ``""``. ``turns[i]``
+    is the index of the message for which token *i* is scored, or -1. ``rollout`` has the engine's
+    log-prob of each scored token, NaN if missing, or is ``None`` without rollout log-probs.
+    ``not_rendered`` names the parts of the context that the chat template does not render, such as
+    ``"tools"`` and ``"system messages"``.
     """
 
     chat: Chat
@@ -66,13 +66,13 @@ def tokenize_chat(
     Args:
         chat: the conversation.
         tokenizer: a fast tokenizer with a chat template.
-        template: a Jinja chat template that replaces the tokenizer's own.
-        context: the most tokens that a chat may have; ``None`` for any number.
-        variables: what the template gets beside the messages and tools.
+        template: a Jinja chat template that replaces the tokenizer's template.
+        context: maximum number of tokens of a chat; ``None`` for no limit.
+        variables: further variables of the template.
 
     Raises:
-        ChatError: the chat is too long, the template or the tokenizer refuses it, its assistant
-            turns cannot be told from the rest, or its rollout log-probs are of other tokens.
+        ChatError: the chat is too long, cannot be rendered or tokenised, its assistant turns cannot
+            be determined, or its rollout log-probs belong to other tokens.
     """
     tools = {"tools": chat.tools} if chat.tools else {}
     renderer = Renderer(tokenizer, template, {**(variables or {}), **tools})
@@ -85,19 +85,19 @@ def tokenize_chat(
         raise ChatError(
             chat.where,
             f"the chat template refuses the first {error.count} of {len(chat.messages)} messages: "
-            f"{cause}; correct the chat, or pass --chat-template FILE, a template that takes it",
+            f"{cause}; correct the chat, or pass --chat-template FILE, a template that accepts it",
         ) from error
 
 
 def _rendered(chat: Chat, renderer: Renderer) -> tuple[Chat, str]:
-    """The chat with its tool calls as the template takes them, and the text of it.
+    """The chat with its tool calls in the form that the template accepts, and the rendered text.
 
-    The arguments are an object for most templates, and text for those that refuse objects or write
-    them as Python does. A turn of calls alone has no content, or an empty one for templates that
-    need it.
+    Arguments are objects for most templates, and JSON strings for templates that refuse objects or
+    render them with Python's ``str``. A message with only calls has no content, or an empty one for
+    templates that require it.
     """
     refusals: list[Refused] = []
-    for messages in _forms(chat.messages):
+    for messages in _candidate_forms(chat.messages):
         try:
             text = renderer.text(messages)
         except Refused as error:
@@ -108,12 +108,12 @@ def _rendered(chat: Chat, renderer: Renderer) -> tuple[Chat, str]:
     raise refusals[0]
 
 
-def _forms(messages: Messages) -> list[Messages]:
+def _candidate_forms(messages: Messages) -> list[Messages]:
     if not any("tool_calls" in message for message in messages):
         return [messages]
     return [
         [
-            {**content, **m, "tool_calls": _called(m["tool_calls"], arguments)}
+            {**content, **m, "tool_calls": _changed(m["tool_calls"], arguments)}
             if "tool_calls" in m
             else m
             for m in messages
@@ -122,7 +122,7 @@ def _forms(messages: Messages) -> list[Messages]:
     ]
 
 
-def _called(calls: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+def _changed(calls: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
     return [{**call, "function": change(call["function"])} for call in calls]
 
 
@@ -137,28 +137,28 @@ def _with_text(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_written_by_python(messages: Messages, text: str) -> bool:
-    """Whether a template has not written an object of arguments as JSON."""
+    """Whether the text contains an arguments object in Python syntax instead of JSON."""
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
     return any(str(given) in text for given in objects if given)
 
 
-def _check_said(chat: Chat, text: str, spans: list[Span], turns: list[int]) -> None:
-    """Refuse a template that leaves out what the assistant said, but for white space."""
+def _check_text_rendered(chat: Chat, text: str, spans: list[Span], turns: list[int]) -> None:
+    """Raise if the template does not render all text of the assistant, apart from white space."""
     for turn in {*turns} - chat.context:
         found = [text[s.start : s.end] for s, of in zip(spans, turns, strict=True) if of == turn]
-        said = "".join("".join(found).split())
+        rendered = "".join("".join(found).split())
         for key in ("content", *REASONING):
             given = chat.messages[turn].get(key)
-            if isinstance(given, str) and "".join(given.split()) not in said:
-                _refuse_left_out(chat, turn, key)
+            if isinstance(given, str) and "".join(given.split()) not in rendered:
+                _raise_not_rendered(chat, turn, key)
 
 
-def _check_called(chat: Chat, renderer: Renderer) -> None:
-    """Refuse a template that leaves out a tool call, or whose markers do."""
+def _check_calls_rendered(chat: Chat, renderer: Renderer) -> None:
+    """Raise if the template does not render, or does not mark, a tool call."""
     probes = map(_PROBE.format, count())
     probed = [
-        m | {"tool_calls": _called(m["tool_calls"], lambda f: {**f, "name": next(probes)})}
+        m | {"tool_calls": _changed(m["tool_calls"], lambda f: {**f, "name": next(probes)})}
         if "tool_calls" in m
         else m
         for m in chat.messages
@@ -169,15 +169,14 @@ def _check_called(chat: Chat, renderer: Renderer) -> None:
     for turn, message in enumerate(probed):
         names = [call["function"]["name"] for call in message.get("tool_calls", ())]
         if not all(name in text for name in names):
-            _refuse_left_out(chat, turn, "tool_calls")
+            _raise_not_rendered(chat, turn, "tool_calls")
 
 
-def _refuse_left_out(chat: Chat, turn: int, key: str) -> None:
+def _raise_not_rendered(chat: Chat, turn: int, key: str) -> None:
     raise ChatError(
         chat.where,
-        f"messages[{turn}]: the chat template leaves out a part of its {key}, which would not be "
-        "scored; pass --chat-template FILE, a copy of the template that renders it, and marks it "
-        "if it has markers",
+        f"messages[{turn}]: the chat template does not render all of its {key}, or does not mark "
+        "it, so that it would not be scored; pass a corrected template as --chat-template FILE",
     )
 
 
@@ -187,27 +186,27 @@ def _tokenized(chat: Chat, text: str, renderer: Renderer, context: int | None) -
     if context is not None and length > context:
         raise ChatError(
             chat.where,
-            f"expected at most {context} tokens, the models' context, got {length}; shorten or "
-            "split the chat, or pass --context N if the models reach further",
+            f"expected at most {context} tokens, the models' context length, got {length}; shorten "
+            "or split the chat, or pass --context N if the models support more",
         )
     if any("tool_calls" in message for message in chat.messages):
-        _check_called(chat, renderer)
+        _check_calls_rendered(chat, renderer)
     offsets = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2)
     ends = [0, *covering(offsets)[:, 1].tolist()]
     spans = assistant_spans(renderer, chat.messages, text)
     turns = _turns(chat, renderer, spans)
-    _check_said(chat, text, spans, turns)
+    _check_text_rendered(chat, text, spans, turns)
     turns = [-1 if turn in chat.context else turn for turn in turns]
     turn_of = [turns[n] if n >= 0 else -1 for n in tokens_in(spans, offsets).tolist()]
     if all(turn < 0 for turn in turn_of):
-        raise ChatError(chat.where, "no token to score: the template renders no assistant text")
+        raise ChatError(chat.where, "no tokens to score: the template renders no assistant text")
     texts = [text[start:end] for start, end in pairwise(ends)]
     made = TokenizedChat(chat, encoded["input_ids"], texts, turn_of, _rollout(chat, turn_of))
     return made._replace(not_rendered=_not_rendered(chat, renderer, {*turn_of}))
 
 
 def _not_rendered(chat: Chat, renderer: Renderer, scored: set[int]) -> frozenset[str]:
-    """The parts of the context that the template leaves out, found by a probe in their place."""
+    """The parts of the context that the template does not render, found by probes in the text."""
     probes: dict[str, str] = {}
 
     def probe(part: str) -> str:
@@ -237,7 +236,7 @@ def _not_rendered(chat: Chat, renderer: Renderer, scored: set[int]) -> frozenset
 
 
 def _rollout(chat: Chat, turn_of: list[int]) -> list[float] | None:
-    """The rollout log-probs of the scored tokens, given for these or for all tokens."""
+    """The rollout log-probs of the scored tokens, from a list for these or for all tokens."""
     given = chat.rollout_log_probs
     scored = [i for i, turn in enumerate(turn_of) if turn >= 0]
     if given is None or len(given) == len(scored):
@@ -246,19 +245,19 @@ def _rollout(chat: Chat, turn_of: list[int]) -> list[float] | None:
         return [given[i] for i in scored]
     raise ChatError(
         chat.where,
-        f"rollout_log_probs: expected {len(scored)} values, one a scored token, or "
-        f"{len(turn_of)}, one a token of the chat, got {len(given)}; the policy's tokenizer and "
-        "chat template have to make the tokens that were generated",
+        f"rollout_log_probs: expected {len(scored)} values for the scored tokens, or "
+        f"{len(turn_of)} for all tokens of the chat, got {len(given)}; use the tokenizer and chat "
+        "template of the rollout",
     )
 
 
 def _turns(chat: Chat, renderer: Renderer, spans: list[Span]) -> list[int]:
-    """The index of the message that each span is of."""
-    spoken = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-    if len(spans) == len(spoken):
-        return spoken
+    """The index of the message of each span."""
+    assistant_turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+    if len(spans) == len(assistant_turns):
+        return assistant_turns
     turns: list[int] = []
-    for i in spoken:  # a turn may be marked in several blocks, such as reasoning and answer
+    for i in assistant_turns:  # a turn may have several marked blocks, such as reasoning and answer
         before = renderer.marked(chat.messages[:i]) if i else []
         known = renderer.marked(chat.messages[: i + 1])
         if len(before) != len(turns) or known != spans[: len(known)]:
@@ -267,17 +266,18 @@ def _turns(chat: Chat, renderer: Renderer, spans: list[Span]) -> list[int]:
     if len(turns) != len(spans):
         raise ChatError(
             chat.where,
-            f"the chat template marks {len(spans)} generations for {len(spoken)} assistant turns; "
-            "put one {% generation %} ... {% endgeneration %} around what each turn generates",
+            f"the chat template marks {len(spans)} blocks for {len(assistant_turns)} assistant "
+            "turns; put one {% generation %} ... {% endgeneration %} around the text of each "
+            "turn",
         )
     return turns
 
 
 def _encoded(chat: Chat, text: str, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
     try:
-        text.encode()  # a template adds text of the input, such as names and tool calls
+        text.encode()  # may contain surrogates of the input, such as in names and tool calls
         return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     except UnicodeEncodeError as error:
         raise ChatError(chat.where, f"the rendered chat is not valid Unicode: {error}") from error
-    except Exception as error:  # tokenizers raise Exception itself
-        raise ChatError(chat.where, f"the tokenizer refuses the chat: {reason(error)}") from error
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ChatError(chat.where, f"the tokenizer failed on the chat: {reason(error)}") from error

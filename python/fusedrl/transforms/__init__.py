@@ -1,4 +1,4 @@
-"""Drop-in replacements of torchrl's transforms for language models, over the fused ops."""
+"""Drop-in replacements for torchrl's LLM transforms, based on the fused ops."""
 
 from fusedrl.transforms.kl_computation import KLComputation
 from fusedrl.transforms.kl_reward import KLRewardTransform

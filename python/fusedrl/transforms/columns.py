@@ -1,10 +1,9 @@
-"""Read columns of a tensordict as rows or tensors, and write results in the form of the data.
+"""Read columns of a tensordict as rows or tensors, and write results in the same layout.
 
-torchrl delivers a batch of dialogs as a ``LazyStackedTensorDict`` of one ``TensorDict`` for each
-sample. Its public ``get`` and ``set`` take microseconds for each sample and key, which is more than
-the arithmetic takes. If all types are exactly the known ones and nothing is locked,
-:class:`SampleColumns` reads and writes the samples' own dicts. :class:`Columns` uses the public
-interface, for all other data.
+torchrl delivers a batch of dialogs as a ``LazyStackedTensorDict`` with one ``TensorDict`` for each
+sample. Its public ``get`` and ``set`` cost microseconds for each sample and key, more than the
+arithmetic. If all types are known and nothing is locked, :class:`SampleColumns` accesses the dicts
+of the samples directly. :class:`Columns` uses the public interface for all other data.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ _PLAIN = Plain(Tensor, TensorDict, LogProbs)
 
 
 def renamed(older: dict[str, Any], *values: Any) -> tuple[Any, ...]:
-    """Keys of both log-probs and the coefficient, which examples of torchrl's give older names.
+    """Keys of both log-probs and the coefficient, also under the names in torchrl's examples.
 
-    Raises ``TypeError`` for any other argument among the ``older`` ones.
+    Raises ``TypeError`` for any other name in ``older``.
     """
     names = ("gen_log_probs_key", "ref_log_probs_key", "coef")
     for name in older.keys() - set(names):
@@ -51,8 +50,7 @@ def renamed(older: dict[str, Any], *values: Any) -> tuple[Any, ...]:
 def is_nested(column: Any) -> bool:
     """Whether a column is a nested tensor.
 
-    A jagged one is recognised by its type, because every attribute of it, even ``is_nested``, takes
-    microseconds of dispatch.
+    Jagged ones are recognised by type, since reading any attribute costs microseconds of dispatch.
     """
     return isinstance(column, NestedTensor) or (isinstance(column, Tensor) and column.is_nested)
 
@@ -63,9 +61,9 @@ def is_dense(column: Any) -> TypeGuard[Tensor]:
 
 
 def check_all_or_none(key: NestedKey, found: Sequence[Any], kind: type = Tensor) -> None:
-    """Refuse an entry that some samples have and others lack, or have as something else.
+    """Raise if only some samples have an entry, or have it with the right type.
 
-    A stack hides such an entry, as if no sample had it.
+    ``get`` of a lazy stack hides such an entry.
     """
     if all(value is None for value in found):
         return
@@ -79,7 +77,7 @@ def check_all_or_none(key: NestedKey, found: Sequence[Any], kind: type = Tensor)
 
 
 def entries_of(td: Any, key: NestedKey) -> Iterator[Any]:
-    """What each sample of any tensordict has under ``key``, or ``None`` for it."""
+    """The entry of each sample under ``key``, or ``None``."""
     if is_tensorclass(td):
         td = compat.tensordict_of(td)
     if isinstance(td, LazyStackedTensorDict):
@@ -100,15 +98,15 @@ def column_rows(column: Column) -> Sequence[Tensor]:
 
 
 class Columns:
-    """Columns of any tensordict, read and written through its public interface."""
+    """Columns of any tensordict, through its public interface."""
 
     def __init__(self, td: TensorDictBase) -> None:
         self.td = td
 
     def get(self, key: NestedKey) -> Column | None:
-        """The column: a list of rows for a stack of samples, else the tensor as it is stored.
+        """The column: a list of rows for a stack of samples, otherwise the stored tensor.
 
-        ``None`` if no sample has it; an error if some have it.
+        ``None`` if no sample has it; ``ValueError`` if only some do.
         """
         column = self.td.get(key, as_list=True)  # pyright: ignore[reportCallIssue]
         if column is None:
@@ -116,24 +114,24 @@ class Columns:
         return column
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
-        """Store a dense column, or rows as a nested tensor of this layout."""
+        """Store a dense column, or rows as a nested tensor with this layout."""
         if not isinstance(value, Tensor):
             value = torch.nested.as_nested_tensor(list(value), layout=layout)
         self.td.set(key, value)
 
 
 class SampleColumns:
-    """Columns of samples, read from and written into the samples' own dicts."""
+    """Columns of a stack of samples, through the dicts of the samples."""
 
     def __init__(self, samples: list[TensorDict], dicts: list[dict[str, Any]]) -> None:
         self.samples, self._dicts = samples, dicts
 
     def entries(self, name: str) -> list[Any] | None:
-        """What each sample has under a plain name, or ``None``; ``None`` if no sample has it."""
+        """The entries of the samples under a string key; ``None`` if no sample has it."""
         return entries(self._dicts, name)
 
     def get(self, key: NestedKey) -> list[Tensor] | None:
-        """One tensor for each sample, or ``None`` if no sample has it; an error if some have it."""
+        """One tensor for each sample, ``None`` if no sample has it; ``ValueError`` if some do."""
         rows = _PLAIN.column(self._dicts, (key,) if isinstance(key, str) else key)
         if rows is not None:
             return rows
@@ -142,7 +140,7 @@ class SampleColumns:
         return None if rows[0] is None else rows
 
     def set(self, key: NestedKey, value: Column, layout: torch.layout = torch.strided) -> None:
-        """Store one row in each sample; the layout has no effect."""
+        """Store one row in each sample; the layout is ignored."""
         rows = value.unbind(0) if isinstance(value, Tensor) else value
         if isinstance(key, str):
             put(self._dicts, key, rows)
@@ -193,7 +191,7 @@ def _plain(samples: list[Any]) -> SampleColumns | None:
 
 
 def columns_of(td: TensorDictBase) -> SampleColumns | Columns:
-    """The columns of ``td``, in the fastest way that its type allows."""
+    """The columns of ``td``, by the fastest access that its type allows."""
     if isinstance(td, LazyStackedTensorDict) and td.stack_dim != 0:
         raise ValueError(
             f"tensordict: expected samples that are stacked in dimension 0, got a stack in "
@@ -206,7 +204,7 @@ def columns_of(td: TensorDictBase) -> SampleColumns | Columns:
 
 
 def _one_stack(td: Any) -> Any:
-    """A stack of stacks as one stack of the same samples; anything else as it is."""
+    """Flatten a stack of stacks; returns other tensordicts unchanged."""
     parts = td.tensordicts if isinstance(td, LazyStackedTensorDict) else []
     if not all(isinstance(part, LazyStackedTensorDict) for part in parts) or not parts:
         return td
@@ -214,11 +212,11 @@ def _one_stack(td: Any) -> Any:
 
 
 def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase:
-    """The tensordict that ``transform`` may write to: the data, or a copy that shares its tensors.
+    """The tensordict that ``transform`` may write to: the data, or a shallow copy.
 
-    A transform that is called by itself writes into the data. One in a ``Compose`` may be that of a
-    replay buffer, and a storage of tensordicts hands out what it stores: a reward that is penalised
-    in place would be penalised again each time it is sampled. So it gets a copy.
+    A standalone transform writes into the data. One in a ``Compose`` may belong to a replay buffer,
+    whose storage may return stored tensordicts: a reward penalised in place would be penalised
+    again each time it is sampled. So it gets a copy.
     """
     if stands_alone(transform):
         return tensordict
@@ -226,7 +224,7 @@ def writable(transform: Transform, tensordict: TensorDictBase) -> TensorDictBase
 
 
 def run(transform: Transform, step: Step, tensordict: TensorDictBase) -> TensorDictBase:
-    """Let ``step`` write into ``"next"``, or into the root if there is no ``"next"``."""
+    """Apply ``step``, which writes to ``"next"``, or to the root if there is no ``"next"``."""
     data = writable(transform, tensordict)
     check_all_or_none("next", list(entries_of(data, "next")), TensorDictBase)
     target = data.get("next", None)
@@ -234,7 +232,7 @@ def run(transform: Transform, step: Step, tensordict: TensorDictBase) -> TensorD
 
 
 def step_one(step: Step, td: TensorDictBase, following: TensorDictBase) -> Any:
-    """Run a transform's step on one sample without a batch dimension, as a stack of one."""
+    """Apply ``step`` to a sample without batch dimension, as a stack of one."""
     stack = lazy_stack([td])
     return step(stack, stack if following is td else lazy_stack([following]))[0]
 
@@ -242,7 +240,7 @@ def step_one(step: Step, td: TensorDictBase, following: TensorDictBase) -> Any:
 def declare_tokens(
     spec: Composite, key: NestedKey, *trailing: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Declare ``key`` as a row of unknown length for each sample: ``[*batch, -1, *trailing]``."""
+    """Declare ``key`` as a row of variable length for each sample: ``[*batch, -1, *trailing]``."""
     shape = torch.Size((*spec.shape, -1, *trailing))
     spec[key] = Unbounded(shape=shape, device=spec.device, dtype=dtype)
 
@@ -250,11 +248,11 @@ def declare_tokens(
 def begin(
     tensordict: TensorDictBase, reset: TensorDictBase, key: NestedKey, *trailing: int
 ) -> TensorDictBase:
-    """Give each dialog that begins an empty row under ``key``, a declared observation of a turn.
+    """Write an empty row under the declared observation ``key`` at the reset of each dialog.
 
-    torchrl carries the observations of a turn to the root of the next one. If a reset had none,
-    the first turns of a batch would lack a key that the others have, and turns could not be
-    concatenated. A reset of some dialogs only leaves their rows to torchrl, which fills in zeros.
+    torchrl copies the observations of a turn to the root of the next one. Without the key in the
+    reset, the first turns would lack it, and turns could not be concatenated. In a partial reset
+    torchrl fills the rows with zeros.
     """
     mask = tensordict.get("_reset", None)
     if (mask is None or bool(mask.all())) and key not in reset.keys(True):

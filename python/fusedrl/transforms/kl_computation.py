@@ -1,4 +1,4 @@
-"""Per-token KL between two columns of log-probs, and the reward that it penalises."""
+"""Per-token KL between two columns of log-probs, and the penalised reward."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ class KLComputation(_KLComputation):
 
     A drop-in for :class:`torchrl.envs.llm.transforms.KLComputation` that runs one op over the whole
     batch. It reads and writes the ``"next"`` entry if there is one, and the root otherwise. The
-    form of the KL follows that of the log-probs:
+    layout of the KL follows that of the log-probs:
 
-    - A stack of samples gets one row in each sample; the rows are views of one buffer.
-    - Nested columns give a strided nested tensor, or a jagged one if the reward is jagged.
-    - Dense columns ``[B, T]`` give a dense KL, where torchrl gives a nested one, or raises an
-      error if there is a reward.
+    - Lazy stack: one row for each sample; the rows are views of one buffer.
+    - Nested tensors: a strided nested tensor, or a jagged one if the reward is jagged.
+    - Dense ``[B, T]``: a dense KL, where torchrl returns a nested one or, with a reward, raises.
 
     The penalised reward keeps the layout of the reward, broadcast to the tokens.
 
     Args:
         gen_log_probs_full_key: key of the policy's log-probs in nats, a row ``[T]`` for each
-            sample. A NaN means that the token has no score, and its KL is 0.
-        ref_log_probs_full_key: key of the reference's log-probs, which have the same shapes.
-        kl_key: where the KL goes, in nats, with the shape of the log-probs.
+            sample. NaN marks a token without a log-prob; its KL is 0.
+        ref_log_probs_full_key: key of the reference's log-probs, with the same shapes.
+        kl_key: key of the KL in nats, with the shape of the log-probs.
         add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``, if there is a reward. It has
             the shape ``[T, 1]`` for each sample, or ``[1, 1]``, which is broadcast to the tokens.
         coeff: weight of the KL, a float or a 0-dim tensor.
-        padding_side: without effect, because nothing is padded; torchrl's signature has it.
-        older: ``gen_log_probs_key``, ``ref_log_probs_key`` and ``coef``, as examples of torchrl
-            name the keys and the weight.
+        padding_side: ignored, since nothing is padded; accepted for torchrl's signature.
+        older: the names ``gen_log_probs_key``, ``ref_log_probs_key`` and ``coef``, which torchrl's
+            examples use.
 
     Raises:
-        ValueError: the two log-probs have one key, or columns do not fit each other or are
-            missing, also in some of the samples only. The tensordict is then unchanged.
+        ValueError: both keys are equal, or columns are missing or have different shapes, also in
+            some samples only. The tensordict is not changed then.
 
     Example:
         >>> import torch
@@ -90,7 +89,7 @@ class KLComputation(_KLComputation):
         if unravel_key(gen_log_probs_full_key) == unravel_key(ref_log_probs_full_key):
             raise ValueError(
                 f"ref_log_probs_full_key: expected another key than gen_log_probs_full_key's "
-                f"{gen_log_probs_full_key!r}, got the same, of which every KL is 0; name the key "
+                f"{gen_log_probs_full_key!r}, got the same, which makes every KL 0; pass the key "
                 "of the reference's log-probs"
             )
         super().__init__(
@@ -122,7 +121,7 @@ class KLComputation(_KLComputation):
         keys = self.gen_log_probs_full_key, self.ref_log_probs_full_key
         log_probs, ref_log_probs = (_log_probs(data, key) for key in keys)
         reward = data.get("reward") if self.add_to_reward else None
-        layout = layout_beside(reward)
+        layout = layout_for(reward)
         kl, penalised = _penalty(log_probs, ref_log_probs, reward, self.coeff, layout)
         data.set(self.kl_key, kl, layout)
         if penalised is not None:
@@ -147,7 +146,7 @@ class KLComputation(_KLComputation):
 def _penalty(
     log_probs: Column, ref_log_probs: Column, reward: Column | None, coeff: Any, layout: Any
 ) -> tuple[Column, Column | None]:
-    """The KL and the reward less it: dense or nested if all columns are, and else rows."""
+    """The KL and the penalised reward: dense or nested if all columns are, otherwise rows."""
     given: list[Any] = [log_probs, ref_log_probs, *([] if reward is None else [reward])]
     if all(map(is_dense, given)):
         return kl_and_reward(*given, coeff=coeff)
@@ -164,8 +163,8 @@ def _penalty(
     return kl_of_samples(*map(column_rows, given), coeff=coeff)
 
 
-def layout_beside(reward: Column | None) -> torch.layout:
-    """The layout of nested results: torchrl's are strided, also beside jagged log-probs."""
+def layout_for(reward: Column | None) -> torch.layout:
+    """The layout of nested results: jagged for a jagged reward, otherwise strided as in torchrl."""
     return torch.jagged if isinstance(reward, NestedTensor) else torch.strided
 
 
@@ -173,7 +172,7 @@ def _log_probs(data: SampleColumns | Columns, key: NestedKey) -> Column:
     log_probs = data.get(key)
     if log_probs is None:
         raise ValueError(
-            f"tensordict: expected log-probs under {key!r}, found none under it; "
-            "run RetrieveLogProb before, or name the keys where they are"
+            f"tensordict: expected log-probs under {key!r}, found none; run RetrieveLogProb "
+            "before, or pass the keys of the log-probs"
         )
     return log_probs

@@ -1,4 +1,4 @@
-"""torchrl's first KL transform: it scores tokens under a reference and penalises the reward."""
+"""torchrl's legacy KL transform: scores tokens under a reference and penalises the reward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedrl.compat.torchrl import computing_device, step
 from fusedrl.ops.token_kl.samples import kl_of_samples
 from fusedrl.transforms import columns
 from fusedrl.transforms.columns import Column, Columns, SampleColumns, column_rows, is_dense
-from fusedrl.transforms.kl_computation import layout_beside
+from fusedrl.transforms.kl_computation import layout_for
 from fusedrl.transforms.retrieve_log_prob import RetrieveLogProb
 from fusedrl.transforms.wrapper_tokens import ATTENTION
 
@@ -32,36 +32,35 @@ class KLRewardTransform(_KLRewardTransform):
     legacy. New programs should use :class:`fusedrl.RetrieveKL`, which scores under both models and
     also reads conversations.
 
-    The transform reads the tokens of the root and the log-probs that the policy wrote beside them.
-    It writes ``reward - coef * kl``, the KL and the reference's log-probs, to ``"next"`` if there
-    is one and to the root otherwise. Each is ``[T, 1]`` for a sample, or dense ``[B, T, 1]`` if the
-    data are dense. A token that the mask drops has KL and log-prob 0 and keeps its reward. A token
-    whose log-prob is NaN has KL 0.
+    The transform reads the tokens and the policy's log-probs from the root. It writes
+    ``reward - coef * kl``, the KL and the reference's log-probs to ``"next"`` if there is one, and
+    to the root otherwise, as ``[T, 1]`` for each sample, or dense ``[B, T, 1]`` for dense data.
+    Masked tokens have KL and log-prob 0 and keep their reward. A NaN log-prob gives KL 0.
 
     Args:
         ref_model: the reference as a log-prob wrapper with ``input_mode="tokens"``.
-        ref_model_factory: a function that makes ``ref_model``, instead of it.
+        ref_model_factory: a function that makes ``ref_model``.
         coef: weight of the KL, a float or a tensor of one element, which becomes a buffer.
-        in_keys: the key of the reward, alone in a list. Without a reward, 0 is penalised.
-        out_keys: the key of the penalised reward, or three keys: of the penalised reward, the KL
-            and the reference's log-probs. By default the reward is replaced. With one key, the
-            others are ``"kl_penalty"`` and ``"ref_log_probs"``.
+        in_keys: a list with the key of the reward. A missing reward counts as 0.
+        out_keys: the key of the penalised reward, optionally followed by the keys of the KL and of
+            the reference's log-probs (default ``"kl_penalty"`` and ``"ref_log_probs"``). By default
+            the reward is replaced.
         log_prob_key: key of the policy's log-probs in nats, ``[T]`` for each sample. If the policy
             wrote only those of its answer, under ``"response"`` instead of ``"full"``, the tokens
             of the prompt have KL 0.
-        device: where the model is moved to and computes.
-        add_to_reward: whether the penalised reward is written.
-        tokenizer: what the property ``tokenizer`` returns; by default the model's.
-        assistant_only: keep the tokens of ``("masks", "all_assistant_mask")``, or those after
-            ``("tokens", "prompt")`` if there is no such mask.
-        padding_side: without effect, because rows stay as they are; torchrl's signature has it.
+        device: device of the model.
+        add_to_reward: whether to write the penalised reward.
+        tokenizer: value of the property ``tokenizer``; by default the model's tokenizer.
+        assistant_only: keep the tokens of ``("masks", "all_assistant_mask")``, or without this mask
+            the tokens after ``("tokens", "prompt")``.
+        padding_side: ignored, since nothing is padded; accepted for torchrl's signature.
         use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
             :class:`fusedrl.RayKLRewardTransform`; ``actor_name`` then names its actor.
         detach: compute without a gradient graph.
 
     Raises:
-        ValueError: columns do not fit each other, and are then unchanged; also what torchrl's class
-            refuses.
+        ValueError: columns are missing or have different shapes, and are not changed; or an
+            argument is invalid for torchrl's class.
         RuntimeError: a step has no tokens.
 
     Example:
@@ -89,7 +88,7 @@ class KLRewardTransform(_KLRewardTransform):
         tensor([0., 0.])
     """
 
-    detach = True  # of what torchrl's class has pickled
+    detach = True  # for objects pickled from torchrl's class
 
     def __init__(
         self,
@@ -125,12 +124,12 @@ class KLRewardTransform(_KLRewardTransform):
 
     @property
     def columns_read(self) -> list[NestedKey]:
-        """The keys that are read from the root, if they are there."""
+        """The keys read from the root, as far as they exist."""
         log_probs = [self.log_prob_full_key, _answer_key(self.log_prob_full_key)]
         return [*self.in_keys[1:], _PROMPT, _ASSISTANT, ATTENTION, *log_probs]
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        # torchrl assigns the action key here, which is a property: it depends on the parent.
+        # Skip torchrl's method, which assigns the action key, here a property of the parent.
         Transform.set_container(self, container)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -148,15 +147,15 @@ class KLRewardTransform(_KLRewardTransform):
         tokens = data.get(key)
         if tokens is None:
             raise RuntimeError(
-                f"tensordict: expected the tokens to score under {key!r}, found none; let the "
-                "policy write them"
+                f"tensordict: expected the tokens to score under {key!r}, found none; configure "
+                "the policy to write them"
             )
         ids = column_rows(tokens)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             log_probs = _policy_log_probs(data, self.log_prob_full_key, ids)
             mask = _assistant_mask(data, ids, is_dense(tokens)) if self.assistant_only else None
             reward = target.get(self.in_keys[0]) if self.add_to_reward else None
-            layout = layout_beside(reward)
+            layout = layout_for(reward)
             if reward is not None:
                 reward = column_rows(reward)
             elif self.add_to_reward:
@@ -187,11 +186,11 @@ class KLRewardTransform(_KLRewardTransform):
             td = _readable(tokens, columns.columns_of(td).get(ATTENTION), key, self.pad_output)
         device = computing_device(self)
         td = td if device is None else td.to(device)
-        # Made for each call: as a submodule it would put the model into the state dict twice.
+        # Not a submodule: the state dict would contain the model twice.
         scorer = RetrieveLogProb(self.ref_model, assistant_only=False, detach=self.detach)
         log_probs = columns.columns_of(step(scorer, td, td.empty())).get(scorer.log_probs_full_key)
         assert log_probs is not None
-        # A model that pads gives rows of one length, which are padded on the left.
+        # A model with pad_output returns rows padded on the left.
         pairs = zip(column_rows(log_probs), column_rows(tokens), strict=True)
         return [row[row.shape[-1] - len(ids) :].to(ids.device) for row, ids in pairs]
 
@@ -209,13 +208,13 @@ class KLRewardTransform(_KLRewardTransform):
             dtype = torch.float32 if before is None else before.dtype
             where: Any = rewards if in_place else observations
             columns.declare_tokens(where, written, 1, dtype=dtype)
-        # Not the reference's log-probs: torchrl would carry them to the root of the next turn.
+        # The reference's log-probs are not declared: torchrl would copy them to the next root.
         columns.declare_tokens(observations, self.out_keys[1], 1)
         return output_spec
 
 
 def _readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool) -> TensorDictBase:
-    """Packed tokens in the form that a wrapper reads: rows, or dense if it pads its output."""
+    """Tokens in the form that the wrapper reads: rows, or dense if it pads its output."""
     ids = column_rows(tokens)
     masks = [torch.ones_like(row) for row in ids] if attended is None else column_rows(attended)
     given = {key: ids, ATTENTION: [mask.bool() for mask in masks]}
@@ -230,22 +229,22 @@ def _readable(tokens: Column, attended: Column | None, key: NestedKey, pad: bool
 
 
 def _answer_key(key: NestedKey) -> NestedKey:
-    """The key under which a policy that generates writes the answer's part of a full column."""
+    """The key of the answer's part of a full column, as generating policies write it."""
     return (*key[:-1], "response") if isinstance(key, tuple) else key
 
 
 def _policy_log_probs(
     data: SampleColumns | Columns, key: NestedKey, tokens: Sequence[Tensor]
 ) -> Sequence[Tensor]:
-    """The policy's log-probs of ``tokens``, NaN before the answer if it was scored alone."""
+    """The policy's log-probs of ``tokens``, with NaN for the prompt if only the answer has them."""
     log_probs = data.get(key)
     if log_probs is not None:
         return column_rows(log_probs)
     answers = data.get(_answer_key(key))
     if answers is None:
         raise ValueError(
-            f"tensordict: expected the policy's log-probs under {key!r}, "
-            "found none; let the policy write them (return_log_probs=True), or name their key"
+            f"tensordict: expected the policy's log-probs under {key!r}, found none; set "
+            "return_log_probs=True in the policy, or pass log_prob_key"
         )
     pairs = zip(column_rows(answers), tokens, strict=True)
     behind = [(row, row.new_full((len(ids) - len(row),), torch.nan)) for row, ids in pairs]
@@ -255,7 +254,7 @@ def _policy_log_probs(
 def _assistant_mask(
     data: SampleColumns | Columns, tokens: Sequence[Tensor], padded: bool
 ) -> list[Tensor]:
-    """The mask of the assistant's tokens, or else of all attended tokens after the prompt."""
+    """The mask of the assistant's tokens, or without one, of all real tokens after the prompt."""
     mask = data.get(_ASSISTANT)
     if mask is not None:
         return [row.bool() for row in column_rows(mask)]
@@ -263,7 +262,7 @@ def _assistant_mask(
     if prompts is None or (attended is None and padded):
         raise ValueError(
             f"tensordict: expected an assistant mask under {_ASSISTANT!r}, or {_PROMPT!r} and "
-            f"{ATTENTION!r} to tell the answer from, found neither; use assistant_only=False"
+            f"{ATTENTION!r} to locate the answer, found neither; pass assistant_only=False"
         )
     attended = [torch.ones_like(ids) for ids in tokens] if attended is None else attended
     pairs = zip(column_rows(attended), column_rows(prompts), strict=True)

@@ -1,4 +1,4 @@
-"""The KL transforms in a Ray actor that several environments share."""
+"""The KL transforms in a Ray actor, which several environments can share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS_TO_START = 300  # an autoscaler may have to add a machine first
 
 
 class Description(NamedTuple):
-    """What the local side has to know about the transform in an actor."""
+    """The properties of a transform in an actor that the local side needs."""
 
     transform_class: str
     text: str
@@ -35,14 +35,14 @@ class Description(NamedTuple):
 
 
 class TransformActor:
-    """A transform that runs on the columns that are sent to it."""
+    """The actor: runs a transform on the columns that it receives."""
 
     def __init__(self, transform_class: Any, arguments: dict[str, Any]) -> None:
         self._class, self._arguments = transform_class, arguments
 
     @cached_property
     def _transform(self) -> Transform:
-        # Not in the constructor: an error there would kill the actor, and get another type.
+        # Not in __init__: an error there would kill the actor and lose its type.
         return self._class(**self._arguments, service_backend="direct")
 
     @property
@@ -51,7 +51,7 @@ class TransformActor:
         return list(transform) if isinstance(transform, Compose) else [transform]
 
     def describe(self) -> Description:
-        """The description of the transform; raises what the transform's constructor raises."""
+        """Construct the transform if necessary, and describe it."""
         transform = self._transform
         read = [key for part in self._parts for key in getattr(part, "columns_read", [])]
         used = [
@@ -66,13 +66,13 @@ class TransformActor:
         return Description(_full_name(self._class), repr(transform), *keys, read, used)
 
     def spec(self, method: str, spec: Composite) -> Composite:
-        """The spec that the transform makes from another one."""
+        """The transformed spec."""
         return getattr(self._transform, method)(spec)
 
     def run(self, method: str, serialized: Serialized) -> Serialized:
-        """Serialize what ``_step`` or ``_reset`` of the transform writes."""
+        """Run ``_step`` or ``_reset``, and serialize the entries that it wrote."""
         result: TensorDictBase = getattr(self._transform, method)(*deserialize(serialized))
-        # Whole log-probs: their class has more than the key says.
+        # Whole LogProbs entries: the class has further fields.
         written = [key for part in self._parts for key in part.out_keys]
         entries = {key if isinstance(key, str) else key[0] for key in written}
         return serialize(result.select(*entries, strict=False))
@@ -82,14 +82,16 @@ def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-class _InActor(Transform):
+class _ActorTransform(Transform):
     """The local side of a transform in a Ray actor.
 
-    Steps, resets, calls on data and specs go to the actor: it is sent the columns that it reads,
-    and returns those that it wrote. All else is done here.
+    Steps, resets, calls and specs are forwarded to the actor, which receives only the columns that
+    it reads and returns only those that it wrote.
     """
 
-    _service_cls: ClassVar[type[Transform]]  # torchrl's name: isinstance counts this as one of them
+    _service_cls: ClassVar[
+        type[Transform]
+    ]  # torchrl's name; makes isinstance(self, _service_cls) true
     _actor: Any
     _description: Description
 
@@ -105,20 +107,22 @@ class _InActor(Transform):
         """Find the actor of this name, or start one."""
         if not arguments.get("detach", True):
             raise ValueError(
-                "detach: expected True, got False; gradients do not cross to another process"
+                "detach: expected True, got False; gradients cannot cross processes; leave it out"
             )
         given = {"num_cpus": 1 if num_cpus is None else num_cpus, "num_gpus": num_gpus}
         options = given | (arguments.pop("ray_actor_options", None) or {})
         if actor_name is not None:
-            # Detached: otherwise it would end with this transform although others use it.
+            # Detached: other transforms may use the actor after this one is gone.
             options = {"lifetime": "detached", "get_if_exists": True} | options
             options["name"] = actor_name
         if device is not None:
             arguments["device"] = device
         Transform.__init__(self)
-        self._actor = None if actor_name is None else _find(actor_name, options.get("namespace"))
+        self._actor = (
+            None if actor_name is None else _find_actor(actor_name, options.get("namespace"))
+        )
         if self._actor is None:
-            self._actor = _started(self._service_cls, arguments, options)
+            self._actor = _start_actor(self._service_cls, arguments, options)
         self._description, name = _get(self._actor.describe.remote()), _full_name(self._service_cls)
         if self._description.transform_class != name:
             raise ValueError(
@@ -128,11 +132,11 @@ class _InActor(Transform):
         self.in_keys, self.out_keys = self._description.in_keys, self._description.out_keys
 
     def close(self) -> None:
-        """Give up the actor, which ends with its last transform, or stays if it has a name."""
+        """Release the actor; an unnamed one ends with its last transform."""
         self._actor = None
 
     def __repr__(self) -> str:
-        """The text of the transform in the actor, which was sent when it was found."""
+        """The representation of the transform in the actor."""
         text = "actor=None" if self._actor is None else self._description.text
         return f"{type(self).__name__}({text})"
 
@@ -152,7 +156,7 @@ class _InActor(Transform):
         return self._run("_reset", tensordict, tensordict_reset)
 
     def _run(self, method: str, root: TensorDictBase, target: TensorDictBase) -> TensorDictBase:
-        """Send the columns that the actor reads, and store in ``target`` those that it wrote."""
+        """Run a method in the actor, and store the columns that it wrote in ``target``."""
         read, read_next = self._description.read, self._description.read_next
         sent = root.select(*read, "_reset", strict=False)
         serialized = serialize((sent, target.select(*read_next, strict=False)))
@@ -183,12 +187,12 @@ class _InActor(Transform):
 
 
 def _ray() -> Any:
-    """The package, which is not installed with fusedrl."""
+    """The ray module, an optional dependency."""
     return importlib.import_module("ray")
 
 
 def _get(reference: Any) -> Any:
-    """The actor's answer; an exception of the actor is raised here."""
+    """The result of an actor call; raises the exception of the actor itself."""
     try:
         return _ray().get(reference)
     except _ray().exceptions.RayTaskError as error:
@@ -197,68 +201,66 @@ def _get(reference: Any) -> Any:
         raise
 
 
-def _find(actor_name: str, namespace: str | None) -> Any:
+def _find_actor(actor_name: str, namespace: str | None) -> Any:
     try:
         return _ray().get_actor(actor_name, namespace)
     except ValueError:
         return None
 
 
-def _started(transform_class: type, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+def _start_actor(transform_class: type, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
     if arguments.get("gen_model") == "from_collector" and arguments["gen_model_factory"] is None:
         raise ValueError(
-            "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', and an "
-            "actor has none; pass a model, or use RetrieveKL without Ray"
+            "gen_model: expected a wrapper or gen_model_factory, got 'from_collector', which an "
+            "actor cannot access; pass a model, or use RetrieveKL without Ray"
         )
     actor = _ray().remote(TransformActor).options(**options).remote(transform_class, arguments)
     try:
-        _wait_for_a_place(actor, options)
+        _wait_until_scheduled(actor, options)
         _get(actor.describe.remote())
     except BaseException:
-        _ray().kill(actor)  # its transform could not be made
+        _ray().kill(actor)  # its transform could not be constructed
         raise
     return actor
 
 
-def _wait_for_a_place(actor: Any, options: dict[str, Any]) -> None:
-    """Refuse an actor for which Ray finds no room; its models may take any time to load."""
+def _wait_until_scheduled(actor: Any, options: dict[str, Any]) -> None:
+    """Raise if Ray cannot schedule the actor in time; loading models afterwards is not limited."""
     if not _ray().wait([actor.__ray_ready__.remote()], timeout=SECONDS_TO_START)[0]:
         raise RuntimeError(
             f"num_cpus, num_gpus: expected {options['num_cpus']:g} CPUs and "
             f"{options['num_gpus']:g} GPUs for the actor within {SECONDS_TO_START} seconds, got "
-            f"none; of {_ray().cluster_resources()} free are {_ray().available_resources()}: ask "
-            "for less, free some, or add a machine"
+            f"none; the cluster has {_ray().cluster_resources()}, of which "
+            f"{_ray().available_resources()} are free: request less, free some, or add a machine"
         )
 
 
-class RayRetrieveKL(_InActor):
+class RayRetrieveKL(_ActorTransform):
     """:class:`fusedrl.RetrieveKL` in a Ray actor, whose models several environments share.
 
-    A drop-in for :class:`torchrl.envs.llm.transforms.RayRetrieveKL`. A column is sent to
-    the actor only if it is read there, and comes back only if it was written. The actor ends with
-    the last transform that uses it. An actor with a name stays until ``ray.kill``. Other transforms
-    in the same Ray namespace can use it by that name, and need no models then.
+    A drop-in for :class:`torchrl.envs.llm.transforms.RayRetrieveKL`. The actor receives only the
+    columns that it reads and returns only those that it wrote. An unnamed actor ends with its last
+    transform; a named actor lives until ``ray.kill``, and transforms in the same Ray namespace can
+    use it by name, without models.
 
     Args:
-        gen_model: the policy as a log-prob wrapper, which is copied to the actor.
-            ``"from_collector"`` is refused, because the copy would keep its present weights.
+        gen_model: the policy as a log-prob wrapper, copied to the actor; ``"from_collector"`` is
+            not supported, since the copy would not follow weight updates.
         ref_model: the reference as a log-prob wrapper, copied to the actor.
-        gen_model_factory: a function that makes ``gen_model`` in the actor, which must be able to
-            import it.
+        gen_model_factory: a function that makes ``gen_model`` in the actor, importable there.
         ref_model_factory: the same for ``ref_model``.
         num_cpus: CPUs that Ray reserves for the actor, 1 by default.
-        num_gpus: GPUs that Ray reserves for it.
-        device: where the models compute in the actor. Results are on the device of the data.
-        actor_name: use the actor of this name, or start it. An actor that runs keeps its
-            arguments, and those that are given here are not looked at.
+        num_gpus: GPUs that Ray reserves for the actor.
+        device: device of the models in the actor. Results are on the device of the data.
+        actor_name: name of the actor, which is started unless it is running. The arguments of a
+            running actor are kept, and the ones passed here are ignored.
         **kwargs: arguments of :class:`fusedrl.RetrieveKL`, and ``ray_actor_options``: further
             options of a Ray actor, such as ``namespace``.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or the actor of
-            that name is of another kind; also what the transform in the actor raises.
-        RuntimeError: the cluster has no room for the actor within five minutes.
+        ValueError: invalid arguments of the transform, or the named actor has another class.
+        RuntimeError: Ray cannot schedule the actor within five minutes.
 
     Example:
         >>> from fusedrl import RayRetrieveKL
@@ -294,7 +296,7 @@ class RayRetrieveKL(_InActor):
         )
 
 
-class RayKLRewardTransform(_InActor):
+class RayKLRewardTransform(_ActorTransform):
     """:class:`fusedrl.KLRewardTransform` in a Ray actor, whose model several environments share.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RayKLRewardTransform`, which fails in an
@@ -302,21 +304,19 @@ class RayKLRewardTransform(_InActor):
 
     Args:
         ref_model: the reference as a log-prob wrapper, copied to the actor.
-        ref_model_factory: a function that makes ``ref_model`` in the actor, which must be able to
-            import it.
+        ref_model_factory: a function that makes ``ref_model`` in the actor, importable there.
         num_cpus: CPUs that Ray reserves for the actor, 1 by default.
-        num_gpus: GPUs that Ray reserves for it.
-        device: where the model computes in the actor. Results are on the device of the data.
-        actor_name: use the actor of this name, or start it. An actor that runs keeps its
-            arguments, and those that are given here are not looked at.
+        num_gpus: GPUs that Ray reserves for the actor.
+        device: device of the model in the actor. Results are on the device of the data.
+        actor_name: name of the actor, which is started unless it is running. The arguments of a
+            running actor are kept, and the ones passed here are ignored.
         **kwargs: arguments of :class:`fusedrl.KLRewardTransform`, and ``ray_actor_options`` as for
             :class:`fusedrl.RayRetrieveKL`.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: a model is given twice or not at all, ``detach`` is ``False``, or the actor of
-            that name is of another kind; also what the transform in the actor raises.
-        RuntimeError: the cluster has no room for the actor within five minutes.
+        ValueError: invalid arguments of the transform, or the named actor has another class.
+        RuntimeError: Ray cannot schedule the actor within five minutes.
 
     Example:
         >>> from fusedrl import RayKLRewardTransform
@@ -349,15 +349,15 @@ class RayKLRewardTransform(_InActor):
 
 
 class _RayService:
-    """What makes the transform of ``service_backend="ray"``, an attribute of its class.
+    """Class attribute that torchrl calls for ``service_backend="ray"``.
 
-    A subclass finds it too: what it overrides would not run in the actor.
+    It raises for subclasses, whose overrides would not run in the actor.
     """
 
-    def __init__(self, served: type[Transform], made: type[_InActor]) -> None:
+    def __init__(self, served: type[Transform], made: type[_ActorTransform]) -> None:
         self._served, self._made = served, made
 
-    def __get__(self, instance: Any, owner: type[Transform]) -> type[_InActor]:
+    def __get__(self, instance: Any, owner: type[Transform]) -> type[_ActorTransform]:
         name = self._served.__name__
         if owner is not self._served:
             raise ValueError(

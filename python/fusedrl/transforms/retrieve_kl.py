@@ -1,4 +1,4 @@
-"""The KL between two models in one transform: the log-probs of both, the KL and the reward."""
+"""Log-probs of policy and reference, their KL and the penalised reward in one transform."""
 
 from __future__ import annotations
 
@@ -29,41 +29,40 @@ class RetrieveKL(_RetrieveKL):
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RetrieveKL`: a ``Compose`` of two
     :class:`fusedrl.RetrieveLogProb` and a :class:`fusedrl.KLComputation`. If both models read the
-    data in the same way, the chat template is applied once to each conversation, and both use the
-    tokens. With ``"from_collector"`` the policy is taken from the collector at the first step.
+    data in the same way, each conversation is rendered and tokenised once for both. With
+    ``"from_collector"`` the policy is that of the collector, looked up at the first step.
 
     Args:
         gen_model: the policy as a log-prob wrapper, or ``"from_collector"``.
-        ref_model: the reference as a log-prob wrapper, or as the policy's model in a
-            :class:`fusedrl.models.WithAdapter`. ``None`` takes a peft policy without its adapters.
-            Neither of these needs a second copy of the weights.
-        gen_model_factory: a function that makes ``gen_model``, instead of it.
-        ref_model_factory: a function that makes ``ref_model``, instead of it.
-        assistant_only: give every token that is not the assistant's the KL 0; the models must have
-            ``input_mode="history"`` then.
-        history_key: where the conversation is; the models must read it from there.
+        ref_model: the reference as a log-prob wrapper, or the policy's model in a
+            :class:`fusedrl.models.WithAdapter`; ``None`` uses a peft policy with its adapters
+            disabled. The last two need no second copy of the weights.
+        gen_model_factory: a function that makes ``gen_model``.
+        ref_model_factory: a function that makes ``ref_model``.
+        assistant_only: set the KL of all other tokens to 0; requires ``input_mode="history"``.
+        history_key: key of the conversation, which must be the input key of the models.
         tokenizer_kwargs: see :class:`fusedrl.RetrieveLogProb`.
         detach: compute without a gradient graph.
-        device: where the models are moved to and compute.
-        tokenizer: the tokenizer of the assistant mask; by default each model's own.
-        padding_side: where the padding of ``[B, T]`` log-probs is.
-        gen_log_probs_full_key: where the policy's log-probs go, a tuple that ends in ``"full"``.
-        ref_log_probs_full_key: where the reference's go.
-        kl_key: where the KL goes.
+        device: device of the models.
+        tokenizer: the tokenizer of the assistant mask; by default that of each model.
+        padding_side: side of the padding of ``[B, T]`` log-probs.
+        gen_log_probs_full_key: key of the policy's log-probs, a tuple that ends in ``"full"``.
+        ref_log_probs_full_key: key of the reference's log-probs, likewise.
+        kl_key: key of the KL.
         add_to_reward: replace ``"reward"`` by ``reward - coeff * kl``.
         coeff: weight of the KL, a float or a 0-dim tensor.
         max_tokens_per_forward: see :class:`fusedrl.RetrieveLogProb`.
-        share_prefixes: see there.
+        share_prefixes: see :class:`fusedrl.RetrieveLogProb`.
         use_ray_service: torchrl's old spelling of ``service_backend="ray"``, which builds a
             :class:`fusedrl.RayRetrieveKL`; ``actor_name`` then names its actor.
 
     Attributes:
-        takes_policy: whether the policy is that of a collector. It then scores each turn with the
-            version of the weights that made the turn, also in an ``AsyncEnvPool`` of threads.
+        takes_policy: whether the policy is that of a collector. Each turn is then scored with the
+            version of the weights that generated it, also in an ``AsyncEnvPool`` of threads.
 
     Raises:
-        ValueError: a model is missing, given twice, generates, or gives no log-probs; the two
-            models pad differently or have the same ``log_probs_key``.
+        ValueError: a model is missing, passed twice or not a log-prob wrapper, or the two models
+            have different padding or the same ``log_probs_key``.
 
     Example:
         >>> import torch
@@ -141,16 +140,16 @@ class RetrieveKL(_RetrieveKL):
         }
         self._keys = (gen_log_probs_full_key, ref_log_probs_full_key)
         self._history_key = history_key
-        # torchrl would look for the collector when specs are read, which is before there is one.
+        # torchrl would look up the collector when specs are read, before it exists.
         self._initialized = True
         self._pending = self.takes_policy = policy == "from_collector"
         if self._pending:
             for name, key in zip(("gen", "ref"), self._keys, strict=True):
                 _check_full(f"{name}_log_probs_full_key", key)
-            # What is no wrapper waits for the policy's, in a tuple, so that it is no child.
-            waits = reference is None or isinstance(reference, OtherAdapters)
-            self._waiting = (reference,)
-            scorers = [] if waits else [self._scorer(reference, 1)]
+            # Wrapped once the policy is known; in a tuple, so that it is not registered as a child.
+            needs_policy = reference is None or isinstance(reference, OtherAdapters)
+            self._unwrapped_reference = (reference,)
+            scorers = [] if needs_policy else [self._scorer(reference, 1)]
         else:
             reference = _wrapped(reference, policy, self._keys[1])
             _check_pair(policy, reference)
@@ -171,13 +170,13 @@ class RetrieveKL(_RetrieveKL):
         if container is None:
             raise ValueError(
                 "gen_model: 'from_collector' expected this transform in an environment, got none; "
-                "append it to the environment of a collector, or pass gen_model"
+                "append it to the environment of a collector, or pass a model"
             )
         collector = container.collector
         if collector is None:
             raise ValueError(
-                "gen_model: 'from_collector' expected an environment run by a collector, got one "
-                "without; build the collector before stepping, or pass gen_model"
+                "gen_model: 'from_collector' expected an environment of a collector, got one "
+                "without; build the collector before stepping, or pass a model"
             )
         policy: Any = collector.policy
         first: Any = self.transforms[0]
@@ -193,7 +192,7 @@ class RetrieveKL(_RetrieveKL):
         )
         scorers = [self._scorer(scoring_policy, 0)]
         if given is None:
-            reference = _wrapped(self._waiting[0], scoring_policy, self._keys[1])
+            reference = _wrapped(self._unwrapped_reference[0], scoring_policy, self._keys[1])
             scorers.append(self._scorer(reference, 1))
         for place, scorer in enumerate(scorers):
             self.transforms.insert(place, scorer)
@@ -201,10 +200,10 @@ class RetrieveKL(_RetrieveKL):
         self._pending = False
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        with self._held():
+        with self._turn_version():
             if self._pending:
                 self._init_deferred()
-            with self._together():
+            with self._joint_call():
                 if tensordict.batch_dims == 0:
                     return columns.step_one(self._score, tensordict, next_tensordict)
                 return self._score(tensordict, next_tensordict)
@@ -216,33 +215,33 @@ class RetrieveKL(_RetrieveKL):
             tensordict_reset = columns.begin(tensordict, tensordict_reset, key)
         return super()._reset(tensordict, tensordict_reset)
 
-    def _held(self) -> AbstractContextManager[Any]:
-        """A block in which the collector's policy has the version of the turn that is scored."""
+    def _turn_version(self) -> AbstractContextManager[Any]:
+        """Context in which the collector's policy has the version of the turn being scored."""
         container = self.container if self.takes_policy else None
         scoring = getattr(getattr(container, "collector", None), "scoring", None)
         return nullcontext() if scoring is None else scoring()
 
-    def _together(self) -> AbstractContextManager[Any]:
-        """A call of the models that score, on all ranks that share one of them."""
+    def _joint_call(self) -> AbstractContextManager[Any]:
+        """Context for a joint call of the scoring models on all ranks that share one of them."""
         return together("RetrieveKL", *map(model_of, self._scorers()))
 
     def _scorers(self) -> list[RetrieveLogProb]:
         return [each for each in self if isinstance(each, RetrieveLogProb)]
 
     def _score(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        # Both read before either writes.
+        # Both scorers read before either writes.
         batch: TokenBatch | None = None
         batches = [batch := each.read(tensordict, shared=batch) for each in self._scorers()]
-        waiting = iter(batches)
+        remaining = iter(batches)
         for transform in self:
             if isinstance(transform, RetrieveLogProb):
-                next_tensordict = transform.score(tensordict, next_tensordict, next(waiting))
+                next_tensordict = transform.score(tensordict, next_tensordict, next(remaining))
             else:
                 next_tensordict = torchrl.step(transform, tensordict, next_tensordict)
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        with self._together():
+        with self._joint_call():
             return columns.run(self, self._step, tensordict)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -250,10 +249,10 @@ class RetrieveKL(_RetrieveKL):
         return self.forward(next_tensordict)
 
     def clone(self) -> RetrieveKL:
-        """A copy that shares the models and is in no environment yet.
+        """A copy that shares the models and is not yet in an environment.
 
-        An environment that is wrapped clones its transforms. torchrl's class becomes a plain
-        ``Compose`` then, which no longer takes its policy from a collector.
+        Wrapping an environment clones its transforms. torchrl's class becomes a plain ``Compose``
+        then, which no longer looks up the policy of a collector.
         """
         copied = Transform.clone(self)
         transforms = [transform.clone() for transform in self]
@@ -284,15 +283,15 @@ def _one_of(name: str, model: Any, factory: Callable[[], Any] | None) -> Any:
 
 
 def _wrapped(reference: Any, policy: Any, key: NestedKey) -> Any:
-    """The reference as a wrapper; what is left out is the policy without its adapters."""
+    """The reference as a wrapper; for ``None``, the policy without its adapters."""
     if reference is None:
         model: Any = getattr(policy, "model", None)
         try:
             reference = WithoutAdapters(model)
         except TypeError:
             raise ValueError(
-                "ref_model: expected a log-prob wrapper or ref_model_factory, got neither; only a "
-                f"policy with peft adapters is its own reference, not a {type(model).__name__}"
+                "ref_model: expected a log-prob wrapper or ref_model_factory, got neither; only "
+                f"a policy with peft adapters has a default, not a {type(model).__name__}"
             ) from None
     if isinstance(reference, OtherAdapters):
         return _new_version(policy, key, model=reference)
@@ -302,9 +301,8 @@ def _wrapped(reference: Any, policy: Any, key: NestedKey) -> Any:
 def _new_version(wrapper: Any, key: NestedKey, **options: Any) -> Any:
     """A version of ``wrapper`` that writes its log-probs under ``key``.
 
-    The settings are set explicitly: ``get_new_version`` would edit the dictionary with which the
-    policy tokenizes, and with the policy's ``num_samples`` each conversation would be scored that
-    many times.
+    The settings are explicit: ``get_new_version`` would edit the policy's tokenizer arguments, and
+    with the policy's ``num_samples`` each conversation would be scored that many times.
     """
     _check_full("log_probs_full_key", key)
     settings = {"tokenizer_kwargs": {}, "generate_kwargs": {}, "num_samples": None}
@@ -337,5 +335,5 @@ def _check_pair(gen_model: Any, ref_model: Any) -> None:
     if gen_model.log_probs_key == ref_model.log_probs_key:
         raise ValueError(
             f"gen_model: expected another log_probs_key than ref_model's, got "
-            f"{gen_model.log_probs_key!r} in both; give one of the wrappers its own"
+            f"{gen_model.log_probs_key!r} in both; set another log_probs_key in one wrapper"
         )

@@ -1,4 +1,4 @@
-"""Log-probs of conversations under a model, written where ``KLComputation`` reads them."""
+"""Log-probs of conversations under a model, in the form that ``KLComputation`` reads."""
 
 from __future__ import annotations
 
@@ -28,36 +28,35 @@ from fusedrl.transforms.wrapper_tokens import ATTENTION, TokenBatch, can_read, r
 
 
 class RetrieveLogProb(_RetrieveLogProb):
-    """Score every token of a conversation under ``model`` and keep the assistant's.
+    """Compute the log-prob of every assistant token of a conversation under ``model``.
 
     A drop-in for :class:`torchrl.envs.llm.transforms.RetrieveLogProb`. It reads the full
-    conversation of the root, and writes to ``"next"`` if there is one and to the root otherwise.
-    The log-probs of a ``TransformersWrapper`` come from :func:`fusedrl.models.causal_log_probs` and
-    are float32. Sequences are packed if the model allows it, whatever ``pad_model_input`` says, and
-    only kept tokens reach the head. Any other wrapper computes its own log-probs.
+    conversation from the root, and writes to ``"next"`` if there is one and to the root otherwise.
+    For a ``TransformersWrapper``, :func:`fusedrl.models.causal_log_probs` computes the log-probs in
+    float32: sequences are packed if the model supports it (``pad_model_input`` is ignored), and
+    only scored tokens reach the LM head. For any other wrapper, the wrapper computes them.
 
     Args:
         model: a wrapper with ``generate=False`` and ``return_log_probs=True``.
-        log_probs_full_key: where the log-probs go, in nats, a row ``[T]`` for each sample; by
-            default ``(model.log_probs_key, "full")``. A wrapper with ``pad_output=True`` gives one
-            tensor ``[B, T]``.
-        assistant_only: give every token that is not the assistant's the log-prob 0; the model must
-            have ``input_mode="history"`` then.
+        log_probs_full_key: key of the log-probs in nats, a row ``[T]`` for each sample, or one
+            tensor ``[B, T]`` for a wrapper with ``pad_output=True``; by default
+            ``(model.log_probs_key, "full")``.
+        assistant_only: set the log-prob of all other tokens to 0; requires
+            ``input_mode="history"``.
         tokenizer_kwargs: arguments of ``History.apply_chat_template`` for the assistant mask, such
-            as a ``chat_template`` that marks other tokens. It must give the tokens of the model.
+            as a ``chat_template`` that marks other tokens; its token IDs must equal the model's.
         detach: compute without a gradient graph. ``False`` lets gradients reach the model.
-        device: where the model is moved to and computes.
+        device: device of the model.
         tokenizer: the tokenizer of the assistant mask; by default the model's.
-        padding_side: where the padding of ``[B, T]`` log-probs is.
-        max_tokens_per_forward: bounds the tokens of one forward pass of the model; see
+        padding_side: side of the padding of ``[B, T]`` log-probs.
+        max_tokens_per_forward: limit on the tokens of one forward pass; see
             :func:`fusedrl.models.causal_log_probs`.
-        share_prefixes: whether what chats begin with in common is computed once, see there.
+        share_prefixes: compute common prefixes of chats once; see
+            :func:`fusedrl.models.causal_log_probs`.
 
     Raises:
-        ValueError: the model generates, gives no log-probs, or has not the input mode that
-            ``assistant_only`` needs; the assistant mask is over other tokens than the model's; the
-            wrapper scores by itself, and there is a tokenizer, or padding on the right; or there is
-            no attention mask, and rows begin with a padding token that is also another's.
+        ValueError: the wrapper or its input mode is not supported, the assistant mask belongs to
+            other tokens, or padding cannot be identified without an attention mask.
 
     Example:
         >>> from tensordict import TensorDict, set_list_to_stack
@@ -82,7 +81,7 @@ class RetrieveLogProb(_RetrieveLogProb):
         [(25, 1), (28, 4)]
     """
 
-    # Of what torchrl's class has pickled.
+    # For objects pickled from torchrl's class.
     max_tokens_per_forward, share_prefixes, marker_kwargs = None, True, None
 
     def __init__(
@@ -105,14 +104,15 @@ class RetrieveLogProb(_RetrieveLogProb):
                 "leave it out for 'left'"
             )
         check_limit(max_tokens_per_forward)
-        own = tokenizer is None or tokenizer is getattr(model, "tokenizer", None)
-        as_torchrl = own and tokenizer_kwargs is None and padding_side == "left"
-        if not (as_torchrl or can_read(model)):
+        same_tokenizer = tokenizer is None or tokenizer is getattr(model, "tokenizer", None)
+        default_mask = same_tokenizer and tokenizer_kwargs is None and padding_side == "left"
+        if not (default_mask or can_read(model)):
             raise ValueError(
-                "tokenizer, tokenizer_kwargs, padding_side: expected none of them beside a wrapper "
-                f"that scores by itself, {type(model).__name__}, got some; leave them out"
+                "tokenizer, tokenizer_kwargs, padding_side: expected none of them with "
+                f"{type(model).__name__}, which computes its log-probs itself, got some; leave "
+                "them out"
             )
-        # Kept before torchrl adds its defaults: what the caller gave says who marks the assistant.
+        # Stored before torchrl adds defaults: only arguments of the caller change the mask.
         self.marker_kwargs = None if tokenizer_kwargs is None else dict(tokenizer_kwargs)
         super().__init__(
             model,
@@ -146,7 +146,7 @@ class RetrieveLogProb(_RetrieveLogProb):
     ) -> TokenBatch | None:
         """The tokens of ``tensordict``, or ``shared`` if it was read in the same way.
 
-        ``None`` if the model has to read and score by itself.
+        ``None`` if the wrapper has to compute the log-probs itself.
         """
         if tensordict.batch_dims != 1:
             raise ValueError(
@@ -167,13 +167,13 @@ class RetrieveLogProb(_RetrieveLogProb):
     def score(
         self, tensordict: TensorDictBase, next_tensordict: TensorDictBase, batch: TokenBatch | None
     ) -> TensorDictBase:
-        """Write the log-probs of ``batch``, which was read from ``tensordict``."""
+        """Write the log-probs of ``batch``, the tokens of ``tensordict``."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detach):
             if batch is not None:
                 return self._write(next_tensordict, batch)
             with together("RetrieveLogProb", model_of(self)) as step:
                 step.largest(apart=True)
-                step.largest()  # ranks that could score otherwise have an error by now
+                step.largest()  # ranks with another kind of wrapper have raised by now
                 with step.collective():
                     return super()._step(tensordict, next_tensordict)
 
@@ -190,13 +190,13 @@ class RetrieveLogProb(_RetrieveLogProb):
         ).log_probs
         key, padded = self.log_probs_full_key, wrapper.pad_output
         if padded and not isinstance(td, LazyStackedTensorDict):
-            # Dense; the model's own answer would be a stack of rows of one length.
+            # Dense, where the wrapper would return a stack of rows of one length.
             made: Any = TensorDict({key: batch.padded(values, self.padding_side)}, td.batch_size)
         else:
             rows = batch.padded(values, self.padding_side) if padded else batch.rows(values)
             made = lazy_stack([TensorDict({key: row}) for row in rows])
         name = wrapper.log_probs_key
-        if unravel_key(key) == unravel_key((name, "full")):  # as the wrapper writes them
+        if unravel_key(key) == unravel_key((name, "full")):  # the form that the wrapper writes
             log_probs: Any = LogProbs.from_tensordict(made.get(name))
             log_probs.padded = MetaData(padded)
             made.set(name, log_probs)
@@ -207,7 +207,7 @@ class RetrieveLogProb(_RetrieveLogProb):
 
     @property
     def columns_read(self) -> list[NestedKey]:
-        """The keys that are read from the root, if they are there."""
+        """The keys read from the root, as far as they exist."""
         model: Any = self.model
         masks = [ATTENTION, model.attention_mask_key] if model.input_mode == "tokens" else []
         return [*self.in_keys, *masks]
@@ -223,5 +223,5 @@ class RetrieveLogProb(_RetrieveLogProb):
 
 
 def model_of(transform: RetrieveLogProb) -> Any:
-    """The model in the wrapper, which ranks may share; ``None`` if the wrapper has none."""
+    """The model of the wrapper, which may be sharded over ranks; ``None`` if it has none."""
     return getattr(transform.model, "model", None)

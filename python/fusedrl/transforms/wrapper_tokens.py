@@ -1,4 +1,4 @@
-"""How a wrapper of torchrl makes tokens of its input, and which of them are the assistant's."""
+"""Tokenise the input of a torchrl wrapper, and find the tokens of the assistant."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from fusedrl.assistant_tokens import Refused, Renderer, Unknown, assistant_spans
 from fusedrl.transforms.columns import Columns, column_rows, is_dense
 
 ATTENTION = ("masks", "all_attention_mask")
-# Arguments of a tokenizer's apply_chat_template that its template is not given.
+# Arguments of apply_chat_template that are not passed to the template.
 _RENDERING = "chat_template add_generation_prompt tokenize return_dict"
 _TOKENIZING = "max_length padding truncation return_tensors"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a wrapper makes tokens from, and how. Equal readings give equal tokens and masks.
+    """How a wrapper obtains tokens. Equal readings give equal tokens and masks.
 
     Args:
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: where the input is.
+        input_key: key of the input.
         tokenizer: the wrapper's tokenizer.
-        template: the wrapper's arguments of the chat template.
-        tokenizer_kwargs: the wrapper's arguments of the tokenizer, for text.
-        attention_mask_key: where the attention mask of tokens may be beside ``ATTENTION``.
-        assistant_only: whether only the assistant's tokens are kept.
-        marker: another tokenizer, which marks the assistant's tokens.
-        marker_kwargs: other arguments of the chat template, which mark them.
+        template: the wrapper's arguments for the chat template.
+        tokenizer_kwargs: the wrapper's arguments for the tokenizer, for text.
+        attention_mask_key: fallback key of the attention mask, after ``ATTENTION``.
+        assistant_only: whether only the assistant's tokens are scored.
+        marker: another tokenizer, for the assistant mask.
+        marker_kwargs: other arguments for the chat template, for the assistant mask.
     """
 
     input_mode: str
@@ -58,8 +58,8 @@ class TokenBatch:
         tokens: token ids ``[N]``.
         lengths: tokens of each sample.
         mask: bool ``[N]``, the tokens to score; ``None`` for all.
-        attended: bool ``[B, T]``, the places of the tokens in the padded batch that they came from;
-            ``None`` if they came without padding.
+        attended: bool ``[B, T]``, the positions of the tokens in the padded input; ``None`` if the
+            input was not padded.
     """
 
     reading: Reading
@@ -83,10 +83,9 @@ class TokenBatch:
 
 
 def can_read(wrapper: Any) -> TypeGuard[TransformersWrapper]:
-    """Whether this module and ``models`` can read and score in place of ``wrapper``.
+    """Whether fusedrl can read and score in place of ``wrapper``.
 
-    They cannot for subclasses, which may do it differently, nor for wrappers that batch the calls
-    of several threads.
+    Subclasses may behave differently, and batching wrappers combine the calls of several threads.
     """
     return type(wrapper) is TransformersWrapper and not wrapper.batching
 
@@ -94,7 +93,7 @@ def can_read(wrapper: Any) -> TypeGuard[TransformersWrapper]:
 def reading_of(
     wrapper: TransformersWrapper, assistant_only: bool, marker: Any, marker_kwargs: Any
 ) -> Reading:
-    """How ``wrapper`` reads; ``marker`` and ``marker_kwargs`` say who marks the kept tokens."""
+    """The reading of ``wrapper``, with an optional other source of the assistant mask."""
     return Reading(
         wrapper.input_mode,
         wrapper.input_key,
@@ -112,11 +111,11 @@ def read(reading: Reading, td: TensorDictBase) -> TokenBatch:
     """The tokens of ``td``.
 
     Raises:
-        ValueError: there is no input, the marking tokenizer makes other tokens than the model's,
-            or it is unclear which tokens are padding because there is no mask.
-        TypeError: the input is not of the kind that the input mode names.
+        ValueError: the input is missing, the assistant mask belongs to other tokens, or padding
+            cannot be identified without an attention mask.
+        TypeError: the input does not match the input mode.
     """
-    # A history is read as one object, because only that can apply a template.
+    # as_list would split the History, which applies the template as a whole.
     as_list = {} if reading.input_mode == "history" else {"as_list": True}
     column = td.get(reading.input_key, **as_list)
     if column is None:
@@ -134,14 +133,14 @@ def read(reading: Reading, td: TensorDictBase) -> TokenBatch:
 def _read_history(reading: Reading, history: Any) -> TokenBatch:
     if not isinstance(history, History):
         raise _wrong_kind(reading, "a History", history)
-    marks_itself = reading.marker is not None or reading.marker_kwargs is not None
-    masked = reading.assistant_only and not marks_itself
+    other_marker = reading.marker is not None or reading.marker_kwargs is not None
+    masked = reading.assistant_only and not other_marker
     answer = _apply_template(history, reading.tokenizer, reading.template, masked)
     rows = _list(answer, "input_ids")
     mask = None
     if reading.assistant_only:
         marked = answer
-        if marks_itself:
+        if other_marker:
             tokenizer = reading.tokenizer if reading.marker is None else reading.marker
             marked = marks(history, tokenizer, reading.template, reading.marker_kwargs or {})
         mask = torch.cat(masks_over(rows, marked))
@@ -151,14 +150,14 @@ def _read_history(reading: Reading, history: Any) -> TokenBatch:
 def marks(
     history: History, tokenizer: Any, template: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> TensorDictBase:
-    """Tokens and assistant masks as another tokenizer or template gives them."""
+    """Tokens and assistant masks by another tokenizer or template."""
     options = {**template, **kwargs}
     masked = options.pop("return_assistant_tokens_mask", True)
     marked = _apply_template(history, tokenizer, options, masked)
     if not isinstance(marked, TensorDictBase) or "assistant_masks" not in marked:
         raise ValueError(
-            f"tokenizer_kwargs: expected arguments that give an assistant mask, got "
-            f"{dict(kwargs)}; keep tokenize, return_dict and return_assistant_tokens_mask true"
+            f"tokenizer_kwargs: expected arguments that return an assistant mask, got "
+            f"{dict(kwargs)}; leave tokenize, return_dict and return_assistant_tokens_mask true"
         )
     return marked
 
@@ -173,12 +172,12 @@ def _apply_template(
 
 
 def masks_over(tokens: Sequence[Tensor], marked: TensorDictBase) -> list[Tensor]:
-    """The assistant masks of ``marked``, whose tokens must be ``tokens``, one row a sample."""
-    for i, (row, own) in enumerate(zip(tokens, _list(marked, "input_ids"), strict=True)):
-        if row is not own and not torch.equal(row, own.to(row.device)):
+    """The assistant masks of ``marked``, one row for each sample; checks its token IDs."""
+    for i, (row, other) in enumerate(zip(tokens, _list(marked, "input_ids"), strict=True)):
+        if row is not other and not torch.equal(row, other.to(row.device)):
             raise ValueError(
                 f"tokenizer: sample {i}: expected the model's {row.shape[-1]} tokens, got "
-                f"{own.shape[-1]} that differ; the assistant mask must come from the same "
+                f"{other.shape[-1]} that differ; the assistant mask must come from the same "
                 "vocabulary and the same rendered text"
             )
     return [mask.bool() for mask in _list(marked, "assistant_masks")]
@@ -197,7 +196,7 @@ def _read_text(reading: Reading, texts: Any) -> TokenBatch:
 def _wrong_kind(reading: Reading, expected: str, got: Any) -> TypeError:
     return TypeError(
         f"tensordict: expected {expected} under {reading.input_key!r}, got {type(got).__name__}; "
-        "use another input_mode of the wrapper for other inputs"
+        "set the input_mode of the wrapper to match"
     )
 
 
@@ -219,9 +218,9 @@ def _read_tokens(reading: Reading, td: TensorDictBase, column: Any) -> TokenBatc
 
 
 def _without_padding(row: Tensor, tokenizer: Any) -> Tensor:
-    """Which tokens of a row are not padding, without a mask: all but the runs of it at its ends.
+    """Mask of a row without its leading and trailing padding tokens.
 
-    The first of a run behind the content is its end, if the padding token also ends sequences.
+    If the padding token is also the EOS token, the first trailing one ends the sequence.
     """
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     places = torch.arange(len(row), device=row.device)
@@ -229,10 +228,9 @@ def _without_padding(row: Tensor, tokenizer: Any) -> Tensor:
     first, stop = (int(content[0]), int(content[-1]) + 1) if len(content) else (0, 0)
     if first > 0 and pad in (eos, tokenizer.bos_token_id):
         raise ValueError(
-            f"tokens: expected padding that can be told from the sequences, got the padding token "
-            f"{tokenizer.pad_token!r} at the start of rows, and it is also the eos or bos token; "
-            f"pass an attention mask under {ATTENTION!r}, or give the tokenizer a padding token "
-            "of its own"
+            f"tokens: expected unambiguous padding, got the padding token {tokenizer.pad_token!r}, "
+            "which is also the eos or bos token, at the start of a row; pass an attention mask "
+            f"under {ATTENTION!r}, or set a separate padding token"
         )
     return (first <= places) & (places < stop + int(pad == eos))
 
@@ -244,20 +242,20 @@ def _list(td: Any, key: str) -> list[Tensor]:
 class MarkingTokenizer:
     """A fast tokenizer whose ``apply_chat_template`` also returns ``"assistant_masks"``.
 
-    ``History.apply_chat_template`` chooses the template and calls it with the messages of each
-    conversation. The assistant's tokens are those that ``fusedrl score`` counts.
+    ``History.apply_chat_template`` chooses the template and calls this for each conversation. The
+    mask selects the same tokens as ``fusedrl score``.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                f"tokenizer: expected a fast tokenizer, which knows the characters of each token, "
-                f"got {type(tokenizer).__name__}; load a fast one, or pass assistant_only=False"
+                f"tokenizer: expected a fast tokenizer, which maps tokens to characters, got "
+                f"{type(tokenizer).__name__}; load a fast one, or pass assistant_only=False"
             )
         self._tokenizer = tokenizer
 
     def __getattr__(self, name: str) -> Any:
-        """Any other attribute is that of the tokenizer."""
+        """Forward other attributes to the tokenizer."""
         return getattr(self._tokenizer, name)
 
     def apply_chat_template(
@@ -269,18 +267,17 @@ class MarkingTokenizer:
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Render one conversation; tokens in a dictionary get masks, int64 ``[1, T]``.
+        """Render one conversation; a dictionary result also gets masks, int64 ``[1, T]``.
 
         Args:
             conversation: the messages, each with ``"role"`` and ``"content"``.
-            chat_template: a Jinja template; ``None`` for the tokenizer's own.
-            return_assistant_tokens_mask: without effect; the masks are always returned.
-            tokenizer_kwargs: arguments of the tokenizer itself.
-            **options: what else the tokenizer's ``apply_chat_template`` takes, and the variables
-                of the template.
+            chat_template: a Jinja template; ``None`` for the tokenizer's template.
+            return_assistant_tokens_mask: ignored; masks are always returned.
+            tokenizer_kwargs: arguments of the tokenizer.
+            **options: further arguments of ``apply_chat_template`` and variables of the template.
 
         Raises:
-            ValueError: the assistant's tokens cannot be told from the others.
+            ValueError: the tokens of the assistant cannot be determined.
         """
         apply, kwargs = self._tokenizer.apply_chat_template, dict(tokenizer_kwargs or {})
         options["chat_template"] = chat_template
@@ -288,22 +285,22 @@ class MarkingTokenizer:
             return apply(conversation, tokenizer_kwargs=kwargs, **options)
         kwargs["return_offsets_mapping"] = True
         answer = apply(conversation, tokenizer_kwargs=kwargs, **options)
-        others = f"{_RENDERING} {_TOKENIZING}".split()
-        variables = {name: x for name, x in options.items() if name not in others}
+        reserved = f"{_RENDERING} {_TOKENIZING}".split()
+        variables = {name: x for name, x in options.items() if name not in reserved}
         renderer = Renderer(self._tokenizer, chat_template, variables)
         try:
             spans = assistant_spans(renderer, conversation)
         except Unknown as error:
             raise ValueError(
-                f"history: expected a conversation whose assistant can be told from the rest, got "
-                f"{error}; give the wrapper, or tokenizer_kwargs, a chat_template with "
-                "{% generation %} markers"
+                f"history: expected a chat template that identifies the assistant's tokens, got "
+                f"{error}; pass a chat_template with {{% generation %}} markers to the wrapper or "
+                "in tokenizer_kwargs"
             ) from error
         except Refused as error:
             raise error.__cause__ or error from None
         (places,) = answer.pop("offset_mapping")
         mask = (tokens_in(spans, torch.as_tensor(places)) >= 0).long()[None]
-        if "attention_mask" in answer:  # padding has no characters, and is never the assistant's
+        if "attention_mask" in answer:  # padding has empty offsets
             mask *= torch.as_tensor(answer["attention_mask"])
         answer["assistant_masks"] = mask
         return answer

@@ -118,7 +118,7 @@ def test_stale_batches_are_dropped_and_counted(make, caplog):
     assert first["low"].unique().tolist() == [1.0]
     assert all(batch["low"].unique().tolist() == [2.0] for batch in rest)
     assert collector.stale_frames >= 4 and collector.stale_frames + 4 * len(rest) == 20
-    assert caplog.text.count("is said once") == 1
+    assert caplog.text.count("logged once") == 1
 
 
 @pytest.mark.parametrize("kind", ["local", "remote"])

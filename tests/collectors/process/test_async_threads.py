@@ -135,7 +135,7 @@ def test_what_ends_the_thread_is_logged_and_raised_by_the_next_call(make, caplog
 def test_nobody_iterates_beside_the_thread(make):
     collector = make(Loading, replay_buffer=buffer())
     collector.start()
-    with pytest.raises(RuntimeError, match="iterated or start"):
+    with pytest.raises(RuntimeError, match="iteration or start"):
         next(iter(collector))
 
 
@@ -201,7 +201,7 @@ def test_a_process_that_is_forked_from_the_trainer_has_no_collector(make):
         os.write(writing, told)
         os._exit(0)
     os.close(writing)
-    assert b"forked from it" in os.read(reading, 1000)
+    assert b"got a fork of it" in os.read(reading, 1000)
     os.close(reading)
     os.wait()
     assert collector.next()["observation"][0].item() == 4

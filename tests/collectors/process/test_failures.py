@@ -86,7 +86,7 @@ def test_a_thread_that_begins_after_ctrl_c_waits_for_the_worker():
     handle = WorkerHandle(context, Job(dict, [], None))
     handle.process = context.Process(target=time.sleep, args=(0.2,))
     handle.process.start()
-    handle._theirs.close()
+    handle._worker_socket.close()
     handle.stop(10)
     handle._run()  # what the thread runs
     assert handle.process.exitcode == 0

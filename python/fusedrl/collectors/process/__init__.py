@@ -1,1 +1,1 @@
-"""``AsyncCollector``: a collector in a worker process, and the communication with it."""
+"""``AsyncCollector``: a collector in a worker process, and its communication."""

@@ -1,7 +1,7 @@
-"""What a trainer and its worker say to each other, and what is said of an exception.
+"""Messages between a trainer and its worker, and pickled exceptions.
 
-A message is the name of a method at the other end, and its arguments. It is a packet, which arrives
-whole or not at all, whoever is killed or interrupted.
+A message is the name of a method of the receiver and its arguments. It is one packet, which arrives
+whole or not at all even if a process is killed or interrupted.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 import cloudpickle
 
-PACKET = 1 << 15  # bytes, of which some hundred packets fit into a socket
+PACKET = 1 << 15  # bytes; a socket buffers some hundred of these
 IN_A_FILE = b"in a file"
 
 
 class WorkerTraceback(Exception):
-    """The cause of an exception that a worker raised: the worker's traceback, between quotes."""
+    """The traceback in the worker, as the cause of its exception."""
 
 
 def pickled(error: BaseException) -> bytes:
-    """An exception and its traceback; one that cannot be pickled becomes a ``RuntimeError``."""
+    """Pickle an exception and its traceback; an unpicklable one becomes a ``RuntimeError``."""
     text = "".join(traceback.format_exception(error))
-    with contextlib.suppress(Exception):  # its __init__ or __reduce__ may prevent that
-        data = cloudpickle.dumps((error, text))  # its class may be a local one
+    with contextlib.suppress(Exception):  # its __init__ or __reduce__ may fail
+        data = cloudpickle.dumps((error, text))  # its class may be local
         if isinstance(unpickled(data), Exception):
             return data
     last = text.rstrip().rsplit("\n", 1)[-1]
@@ -37,21 +37,21 @@ def pickled(error: BaseException) -> bytes:
 
 
 def unpickled(data: bytes) -> Exception:
-    """The exception, with the worker's traceback as its cause."""
+    """Unpickle an exception, with the worker's traceback as its cause."""
     error, text = pickle.loads(data)
     error.__cause__ = WorkerTraceback(f'\n"""\n{text}"""')
     return error
 
 
 def post(end: socket.socket, *message: Any, flags: int = 0, descriptor: int | None = None) -> None:
-    """Send a message, with the descriptor of a file if one is given, from any thread.
+    """Send a message, optionally with a file descriptor; thread-safe.
 
-    It is lost if the other process is gone, of which those who wait are told.
+    If the receiver is gone the message is lost; waiting callers get its failure.
     """
     data, descriptors = pickle.dumps(message), [] if descriptor is None else [descriptor]
     with contextlib.suppress(ConnectionError), contextlib.ExitStack() as stack:
         if len(data) > PACKET:
-            # map() leaves Ctrl-C no place between a descriptor and the file that will close it.
+            # map(): Ctrl-C cannot come between memfd_create and the file object that closes it.
             (file,) = map(open, map(os.memfd_create, ["fusedrl-message"]), ["w+b"])
             stack.enter_context(file)
             file.write(data)
@@ -62,8 +62,8 @@ def post(end: socket.socket, *message: Any, flags: int = 0, descriptor: int | No
 
 
 def receive(end: socket.socket) -> tuple[Any, int | None]:
-    """The next message, and the descriptor that came with it; ``EOFError`` if none will come."""
-    # Not by socket.recv_fds(), which takes flags and does not pass them on.
+    """The next message and its file descriptor, if any; ``EOFError`` if the sender has ended."""
+    # Not socket.recv_fds(), which ignores its flags.
     data, rights, flags, _ = end.recvmsg(PACKET, socket.CMSG_LEN(8), socket.MSG_CMSG_CLOEXEC)
     descriptors = array("i", b"".join(content for _, _, content in rights))
     if not data:

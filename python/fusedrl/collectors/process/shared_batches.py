@@ -1,4 +1,4 @@
-"""Passes batches to another process in shared memory, which it uses without a copy."""
+"""Pass batches to another process in shared memory, without a copy in the receiver."""
 
 from __future__ import annotations
 
@@ -17,30 +17,27 @@ from torch import Tensor
 from fusedrl.transport import Packer, put_together
 
 SMALLEST = 1 << 16
-SPARE = 4  # free segments that are kept
+SPARE = 4  # free segments to keep for reuse
 
 
-# A segment with a batch: its number and its bytes, those from which on it says what the batch is,
-# and the numbers of the segments that are used no more.
+# A segment with a batch: its number, its size in bytes, the offset of the pickled metadata, and the
+# numbers of segments that the sender has dropped.
 Segment = tuple[int, int, int, list[int]]
 
 
 class Segments:
-    """Memory without a name in any file system, which a process writes batches into, again and
-    again: memory that is new takes several times as long.
-    """
+    """Anonymous shared memory for batches, reused because writing to new memory is slow."""
 
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
-        self._free: list[int] = []  # in the order of their release
+        self._free: list[int] = []  # in order of release
         self._numbers = itertools.count()
 
     def pack(self, batch: Any) -> tuple[Segment, int | None]:
         """Copy a batch's tensors, without their autograd graphs; CUDA tensors stay where they are.
 
         Returns:
-            What the other process unpacks, and the descriptor of a segment that it does not know
-            yet, which the caller closes.
+            The segment, and the file descriptor of a new segment, which the caller must close.
         """
         packer = Packer(batch, share=True)
         contents = pickle.dumps(packer.contents)
@@ -55,7 +52,7 @@ class Segments:
         return (segment, len(memory), start, dropped), descriptor
 
     def _segment(self, nbytes: int) -> tuple[int, int | None]:
-        # Of several with the same size the one that was released last, which may be in caches.
+        # Among equal sizes the segment released last, which may still be in a cache.
         enough = [n for n in reversed(self._free) if len(self._memory[n]) >= nbytes]
         if enough:
             segment = min(enough, key=lambda n: len(self._memory[n]))
@@ -63,17 +60,17 @@ class Segments:
             return segment, None
         segment = next(self._numbers)
         descriptor = os.memfd_create("fusedrl-batch")
-        # Larger than needed, as memory that is never written to costs nothing.
+        # Rounded up: pages that are never written are not allocated.
         self._memory[segment] = _mapped(descriptor, max(SMALLEST, 1 << (nbytes - 1).bit_length()))
         return segment, descriptor
 
     def release(self, segments: Iterable[int]) -> None:
-        """Write again to the segments that :meth:`Mappings.released` returned."""
+        """Reuse the segments that :meth:`Mappings.released` returned."""
         self._free += segments
 
 
 def _mapped(descriptor: int, nbytes: int) -> Tensor:
-    """The memory of a file, which is made as long; it needs no descriptor from then on."""
+    """Resize a file and map it; the mapping does not need the descriptor."""
     path = f"/proc/self/fd/{descriptor}"
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
@@ -81,17 +78,17 @@ def _mapped(descriptor: int, nbytes: int) -> Tensor:
 class Mappings:
     """The batches in another process's :class:`Segments`.
 
-    A segment becomes free once this process has no tensor in it and no view of one. A process that
-    is forked from this one sees the same memory; keep a batch here while such a process reads it.
+    A segment becomes free when this process has no tensor or view in it. A fork of this process
+    shares the memory: keep a batch here while a fork reads it.
     """
 
     def __init__(self) -> None:
         self._mapped: dict[int, Tensor] = {}
-        self._lent: dict[int, tuple[Any, int]] = {}  # weak references to memory, and its segments
+        self._lent: dict[int, tuple[Any, int]] = {}  # weak reference to the memory, and its segment
         self._returned: deque[Any] = deque()
 
     def unpack(self, shared: Segment, descriptor: int | None) -> Any:
-        """The batch, whose tensors lie in the segment and may be written to."""
+        """The batch, with writable tensors in the segment."""
         segment, nbytes, start, dropped = shared
         for number in dropped:
             del self._mapped[number]
@@ -100,8 +97,8 @@ class Mappings:
                 self._mapped[segment] = _mapped(descriptor, nbytes)
             finally:
                 os.close(descriptor)
-        memory = self._mapped[segment].numpy()  # is freed with the last tensor over it
-        # No Python code runs when it is freed, which Ctrl-C could interrupt.
+        memory = self._mapped[segment].numpy()  # freed with its last tensor
+        # The callback is a C function, which Ctrl-C cannot interrupt.
         lent = weakref.ref(memory, self._returned.append)
         self._lent[id(lent)] = lent, segment
         return put_together(pickle.loads(memory[start:].data), memory)

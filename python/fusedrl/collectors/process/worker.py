@@ -1,6 +1,6 @@
 """The worker process of an ``AsyncCollector``, which collects into shared memory.
 
-The main thread collects. A second one receives the trainer's messages, and waits for its end.
+The main thread collects. A second thread receives messages and detects the end of the trainer.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from fusedrl.compat.torch import map_leaves
 from fusedrl.compat.torchrl import frames_of, policy_with_state, set_frames
 from fusedrl.weights.collector import follow_policy, one_version_a_batch, trackers_of
 
-POLL_S = 0.2  # how often to check a process whose sentinel another process may keep open
-ORPHANED_S = 1.0  # seconds to end in, once the trainer is gone
+POLL_S = 0.2  # a fork may keep the sentinel of a dead process open: poll too
+ORPHANED_S = 1.0  # time to shut down after the trainer has ended
 
 logger = logging.getLogger("fusedrl")
 
 
 class Job:
-    """Gives the worker a function that makes the collector, unpacked where errors are reported.
+    """Pickles the function that makes the collector; errors of unpickling reach the trainer.
 
-    The weights that the policy's scheme brings arrive on the meta device.
+    Weights that the policy's scheme transfers are pickled as meta tensors.
     """
 
     def __init__(self, make: Callable[[], Any], weights: Iterable[Weight], scheme: Any) -> None:
         self._make = make
         names = {} if scheme is None else {*scheme.channel.layout.view_of, *scheme.buffers}
-        self._brought = {id(each.tensor) for each in weights if each.name in names}
+        self._transferred = {id(each.tensor) for each in weights if each.name in names}
 
     def __call__(self) -> Callable[[], Any]:
         """The function."""
         return self._make
 
     def __reduce__(self) -> Any:
-        """Pickle the function, while the process is started and locks can be pickled too."""
-        brought = self._brought
+        """Pickle the function now: multiprocessing can pickle locks only while spawning."""
+        transferred = self._transferred
 
         class Pickler(cloudpickle.Pickler):
             def reducer_override(self, obj: Any) -> Any:
-                if id(obj) not in brought:
+                if id(obj) not in transferred:
                     return super().reducer_override(obj)  # pyright: ignore[reportAttributeAccessIssue]
                 empty = torch.empty(obj.shape, dtype=obj.dtype, device="meta")
                 if isinstance(obj, nn.Parameter):
@@ -89,13 +89,13 @@ def make_collector(
     pre_collect_hook: Callable[[], None] | None = None,
     post_collect_hook: Callable[[Any], None] | None = None,
 ) -> Any:
-    """A collector whose models follow the channels of ``schemes``, named like them."""
+    """Make the collector, whose models follow the channels of ``schemes`` by name."""
     torch.set_num_threads(num_sub_threads)
     if init_fn is not None:
         init_fn()
     policy = make_policy()
     scheme = schemes.get("policy")
-    if scheme is not None:  # the collector calls the policy, which needs its weights by then
+    if scheme is not None:  # torchrl's constructor may call the policy
         scheme.init_on_receiver(model_id="policy", model=policy)
         scheme.connect()
     collector = make(policy=policy)
@@ -109,35 +109,35 @@ def make_collector(
 
 
 class Interrupted(BaseException):
-    """Raised in the main thread, wherever it is, when the worker has to end."""
+    """Raised in the main thread by SIGTERM, to stop the worker."""
 
 
 def main(end: socket.socket, trainers_end: socket.socket, job: Job) -> None:
-    """Collect what the trainer requests, until it says stop or ends."""
+    """Run the worker until the trainer stops it or ends."""
     trainers_end.close()
-    # A signal to the trainer's group does not come here, and one to this group reaches what the
-    # environment starts. Launchers send Ctrl-C to each process.
+    # A separate process group: signals to the trainer's group do not reach the worker, and killing
+    # this group ends the children of the environment. Launchers send SIGINT to each process.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A terminal stops processes of other groups than the trainer's that change its settings or read
-    # from it. So it lets them, and reading is an error.
+    # A background group would be stopped when it accesses the terminal: ignore these signals, so
+    # that writing settings works and reading is an error.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     if torchrl.filter_warnings_subprocess:
         warnings.simplefilter("ignore")
-    # A spawned process runs this after what is registered from here on, and frees no modules, which
-    # would take seconds.
+    # Runs after the exit handlers registered later, and skips the teardown of modules, which takes
+    # seconds.
     atexit.register(os._exit, 0)
     Worker(end).run(job)
 
 
 class Worker:
-    """Runs a collector for the trainer, at the other end of a socket."""
+    """Runs a collector and serves the trainer over a socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._made = self._wanted = 0  # numbers of batches
+        self._collected = self._requested = 0  # numbers of batches
         self._orphaned = False
         self._segments = Segments()
         self._collector: Any = None
@@ -145,7 +145,7 @@ class Worker:
         self._main_thread = threading.get_ident()
 
     def run(self, job: Job) -> None:
-        """Make the collector, then collect and answer until the end."""
+        """Make the collector, then collect and answer calls until the end."""
         try:
             signal.signal(signal.SIGTERM, _interrupt)
             threading.Thread(target=self._listen, daemon=True, name="fusedrl-listen").start()
@@ -154,7 +154,7 @@ class Worker:
                 self._do_next()
         except Interrupted:
             pass
-        except BaseException as error:  # also SystemExit, which a policy or a tool may raise
+        except BaseException as error:  # also SystemExit of user code
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             post(self._socket, "fail", pickled(error))
         finally:
@@ -165,9 +165,9 @@ class Worker:
                 os.killpg(0, signal.SIGKILL)
 
     def _do_next(self) -> None:
-        """Do what the trainer asks for next; its messages come before batches."""
-        if self._made < self._wanted and self._requests.empty():
-            self._made += 1
+        """Handle the next message, or collect if none is waiting."""
+        if self._collected < self._requested and self._requests.empty():
+            self._collected += 1
             self._collect()
         else:
             method, *arguments = self._requests.get()
@@ -177,24 +177,24 @@ class Worker:
         self._batches = self._batches or iter(self._collector)
         batch, descriptor = next(self._batches, None), None
         if batch is None:
-            self._batches = None  # another state may be loaded, with which collecting goes on
+            self._batches = None  # iterate again if another state is loaded
         else:
             batch, descriptor = self._segments.pack(batch)
         post(self._socket, "take", frames_of(self._collector), batch, descriptor=descriptor)
         if descriptor is not None:
             os.close(descriptor)
 
-    # What the trainer asks for.
+    # Methods named in messages of the trainer.
 
     def make(self, last: int, released: Iterable[int] = ()) -> None:
-        """Make the batches up to this number, counted from 1; some segments are free."""
-        self._wanted = max(self._wanted, last)
+        """Collect batches up to this number, counted from 1; ``released`` segments are free."""
+        self._requested = max(self._requested, last)
         self._segments.release(released)
 
     def call(self, number: int, request: bytes, frames: int | None) -> None:
-        """Call a pickled function with the collector, which then begins anew with this count.
+        """Call a pickled function with the collector; ``frames`` resets its frame count.
 
-        All batches that were made before have been sent before the answer.
+        Batches collected before have already been sent when the answer is posted.
         """
         try:
             function, args = pickle.loads(request)
@@ -206,10 +206,10 @@ class Worker:
             post(self._socket, "fail", pickled(error), number)
 
     def _listen(self) -> None:
-        """Receive messages in a thread, and end the process once the trainer has ended."""
+        """Receive messages in a thread, and end this process when the trainer ends."""
         trainer: Any = multiprocessing.parent_process()
         parent = os.getppid()
-        # A process that the trainer has forked may keep its ends of the socket and of a pipe open.
+        # A fork of the trainer may keep its ends of the socket and the sentinel open.
         ends = select.poll()
         ends.register(self._socket, select.POLLIN)
         ends.register(trainer.sentinel, select.POLLIN)
@@ -229,7 +229,7 @@ class Worker:
         except (EOFError, ConnectionError):
             pass
         except Exception:
-            logger.exception("AsyncCollector: the worker ends, as it can hear its trainer no more")
+            logger.exception("AsyncCollector: the worker ends, since it cannot reach its trainer")
         self._orphaned = True
         signal.pthread_kill(self._main_thread, signal.SIGTERM)
         time.sleep(ORPHANED_S)
@@ -241,17 +241,17 @@ def _interrupt(*_: Any) -> NoReturn:
     raise Interrupted
 
 
-# What the trainer calls here, with the worker's collector as the first argument.
+# Functions that the trainer sends; the first argument is the worker's collector.
 
 
 def set_version(collector: Any, version: Any) -> None:
-    """Tag what is collected from now on with this version."""
+    """Tag the following turns with this version."""
     for tracker in trackers_of(collector):
         tracker.version = version
 
 
 def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
-    """Seed the environment, torch and numpy, and reset the environment; returns the last seed."""
+    """Seed environment, torch and numpy, and reset the environment; returns the last seed."""
     last = collector.set_seed(seed, static_seed=static_seed)
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -260,12 +260,12 @@ def set_seed(collector: Any, seed: int, static_seed: bool) -> Any:
 
 
 def state_on_cpu(collector: Any) -> Any:
-    """The collector's state, with tensors that may be sent."""
+    """The collector's state with CPU tensors."""
     return map_leaves(lambda x: x.cpu() if isinstance(x, Tensor) else x, collector.state_dict())
 
 
 def load_state(collector: Any, state: dict[str, Any], strict: bool, loads: bool) -> None:
-    """Load a state, or only raise unless it fits; ``strict`` wants the policy's weights in it."""
+    """Check a state, and load it if ``loads``; ``strict`` requires the policy's weights."""
     has_weights = policy_with_state(collector) is not None
     check_state(collector.state_dict(), state, strict and has_weights)
     if loads:

@@ -1,4 +1,4 @@
-"""The trainer's end of a worker process: starts it, talks to it, takes its batches, and ends it."""
+"""The trainer's side of a worker process: start, messages, batches and shutdown."""
 
 from __future__ import annotations
 
@@ -25,74 +25,74 @@ from fusedrl.collectors.process.worker import POLL_S, Job, main
 from fusedrl.collectors.stream import SHUT_DOWN
 
 SHUTDOWN_S = 10.0
-KILL_S = 5.0  # seconds in which a worker that has hung up has to end
+KILL_S = 5.0  # time for a worker to end after it closed its socket
 
 
 class WorkerHandle:
-    """A worker: the source of its batches, and of answers to calls.
+    """A worker process, with its batches and the answers to calls. Thread-safe.
 
-    Any thread may use it. One of its own receives everything and sees to the worker's end; those
-    who wait look from time to time whether that has come. Ctrl-C may lose the batch that it meets.
+    A background thread receives all messages and reaps the worker; waiting callers poll for its
+    failure. Ctrl-C may lose a batch in transit.
     """
 
     def __init__(self, context: Any, job: Job) -> None:
-        self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self._worker_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._trainer = os.getpid()
-        self._deadline = math.inf  # until when the worker has to end
+        self._deadline = math.inf  # of the shutdown
         self._failure: Callable[[], BaseException] | None = None
-        self._asked = self._received = 0  # numbers of batches
+        self._requested = self._received = 0  # numbers of batches
         self._batches: queue.SimpleQueue[tuple[Any, int | None]] = queue.SimpleQueue()
-        self._answers: dict[int, queue.SimpleQueue[Any]] = {}  # by the numbers of calls
+        self._answers: dict[int, queue.SimpleQueue[Any]] = {}  # by number of the call
         self._numbers = itertools.count()
         self._mappings = Mappings()
-        self._released: list[int] = []  # segments of which the worker was not told yet
+        self._released: list[int] = []  # segments not yet reported to the worker
         self._thread = threading.Thread(target=self._run, daemon=True, name="fusedrl-worker")
-        ends = self._theirs, self._socket
+        ends = self._worker_socket, self._socket
         self.process = context.Process(target=main, args=(*ends, job), name="fusedrl-collector")
 
     def start(self) -> None:
-        """Start the process. Whoever calls this has seen to :meth:`stop` before."""
+        """Start the process; the caller must have arranged for :meth:`stop`."""
         try:
             self.process.start()
             self.pid = self.process.pid
             self._thread.start()
         except BaseException as error:
-            self._socket.shutdown(socket.SHUT_RDWR)  # what has begun ends
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a worker that has already started
             if not isinstance(error, (TypeError, AttributeError, pickle.PicklingError)):
                 raise
             raise TypeError(
-                "create_env_fn, policy: expected what can be sent to another process, got "
-                f"{error}; pass functions that make them there (policy_factory=)"
+                "create_env_fn, policy: expected picklable objects, got "
+                f"{error}; pass functions that make them in the worker (policy_factory=)"
             ) from error
         finally:
-            self._theirs.close()
+            self._worker_socket.close()
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the trainer, whose worker it is."""
+        """Whether this process is a fork of the trainer that started the worker."""
         return self._trainer != os.getpid()
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` if the worker can no longer be used from this process."""
+        """Raise ``RuntimeError`` if the worker cannot be used from this process."""
         if self._deadline < math.inf:
             raise RuntimeError(SHUT_DOWN)
         if self.is_inherited:
             raise RuntimeError(
-                "collector: expected the process that made it, got one that was forked from it; "
-                "make another one here"
+                "collector: expected the process that made it, got a fork of it; make another "
+                "collector in this process"
             )
 
     def ask(self, ahead: int) -> None:
-        """Request ``ahead`` batches after those that are taken, or that Ctrl-C has lost."""
+        """Request ``ahead`` batches beyond those already taken (or lost to Ctrl-C)."""
         last = self._received - self._batches.qsize() + ahead
-        if last > self._asked:
+        if last > self._requested:
             post(self._socket, "make", last)
-            self._asked = last  # if Ctrl-C comes before this, the same request is sent again
+            self._requested = last  # if Ctrl-C comes before this line, the request is repeated
 
     def batch(self, timeout: float | None) -> tuple[Any, int | None]:
-        """Wait for the next batch, and take it with the count of its collector, if it counts.
+        """Wait for the next batch; returns it with the frame count of its collector, if any.
 
-        The batch is ``None`` at the end; ``TimeoutError`` after ``timeout`` seconds.
+        The batch is ``None`` at the end; raises ``TimeoutError`` after ``timeout`` seconds.
         """
         self.check()
         batch, frames = self._wait(self._batches, timeout, partial(self.ask, 1))
@@ -109,8 +109,8 @@ class WorkerHandle:
     ) -> Any:
         """Call ``function(collector, *args)`` in the worker, between batches.
 
-        After a call with ``frames`` the worker begins anew: its collector goes on from this count,
-        and batches from before are dropped. Without ``waits`` the result is lost.
+        With ``frames`` the collector continues from this frame count, and earlier batches are
+        dropped. Without ``waits`` the result is discarded.
         """
         self.check()
         number = next(self._numbers)
@@ -132,8 +132,8 @@ class WorkerHandle:
     ) -> Any:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            ask()  # again, as the thread counts a batch after it has put it where it is taken
-            failure = self._failure  # all that came before it has arrived
+            ask()  # repeated: the thread puts a batch into the queue before it counts it
+            failure = self._failure  # messages before it are already queued
             left = deadline - time.monotonic()
             with contextlib.suppress(queue.Empty):
                 return arrivals.get(timeout=0.0 if failure else max(min(left, POLL_S), 0.0))
@@ -142,37 +142,37 @@ class WorkerHandle:
             if left <= 0:
                 raise TimeoutError(
                     f"timeout: expected a batch of the worker (pid {self.pid}) within {timeout} s, "
-                    "got none; raise timeout, or let it go on if a signal has stopped it"
+                    "got none; raise timeout, or resume the process if a signal stopped it"
                 )
 
     def stop(self, timeout: float) -> None:
-        """Let the worker end by itself within ``timeout`` seconds, or else kill it.
+        """Ask the worker to end, and kill it after ``timeout`` seconds.
 
-        It may be called again. After Ctrl-C the worker ends all the same.
+        Idempotent; the worker also ends if Ctrl-C interrupts this call.
         """
         self._deadline = min(self._deadline, time.monotonic() + timeout)
         while self._thread.is_alive():
-            # It may have been stopped by a signal, and the socket be full for as long.
+            # The worker may be stopped by a signal, with a full socket.
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGCONT)
                 post(self._socket, flags=socket.MSG_DONTWAIT)
             if threading.current_thread() is self._thread:
-                return  # it collects garbage, and goes on
-            if time.monotonic() > self._deadline + 2 * KILL_S:  # a batch takes for ever to unpickle
+                return  # called by the garbage collector in this thread
+            if time.monotonic() > self._deadline + 2 * KILL_S:  # unpickling a batch hangs
                 self._failure = self._ended
                 self._kill()
                 return
             time.sleep(0.01)
         self._socket.close()
-        with contextlib.suppress(ValueError):  # Ctrl-C came before the thread, and it ends alone
+        with contextlib.suppress(ValueError):  # Ctrl-C came before the thread started
             self.process.close()
         self._batches, self._mappings = queue.SimpleQueue(), Mappings()
 
-    # What follows runs in the thread.
+    # The following methods run in the background thread.
 
     def _run(self) -> None:
         ends = select.poll()
-        with contextlib.suppress(ValueError):  # Ctrl-C came before the thread: it is closed
+        with contextlib.suppress(ValueError):  # closed: Ctrl-C came before the thread started
             ends.register(self._socket, select.POLLIN)
         ends.register(self.process.sentinel, select.POLLIN)
         try:
@@ -181,7 +181,7 @@ class WorkerHandle:
                 if self._socket.fileno() in ready:
                     (method, *arguments), descriptor = receive(self._socket)
                     getattr(self, method)(*arguments, *(() if descriptor is None else [descriptor]))
-                # A child of the worker may keep its end of the socket open, and the sentinel.
+                # A child of the worker may keep its socket and the sentinel open.
                 elif ready or not self.process.is_alive():
                     break
         except (EOFError, ConnectionError):
@@ -197,29 +197,29 @@ class WorkerHandle:
             self._failure = self._failure or self._ended
 
     def take(self, frames: int | None, shared: Any, descriptor: int | None = None) -> None:
-        """Put a batch where it is taken, or the error of unpacking it."""
+        """Queue a batch, or the error of unpacking it."""
         try:
             batch = shared and self._mappings.unpack(shared, descriptor)
         except Exception as error:
             batch = error
         self._batches.put((batch, frames))
-        self._received += 1  # last, or ask() might ask for one too many
+        self._received += 1  # after the put, or ask() could request one batch too many
         del batch
         self._released += self._mappings.released()
-        # This thread must not wait for a worker that is stopped; the next batch tells it.
+        # Do not block on a stopped worker; the next batch retries.
         with contextlib.suppress(OSError):
             post(self._socket, "make", 0, self._released, flags=socket.MSG_DONTWAIT)
             self._released = []
 
     def answer(self, number: int, result: bytes, anew: bool) -> None:
-        """Hand out the pickled result of a call; ``anew`` drops all batches from before it."""
+        """Deliver the pickled result of a call; ``anew`` drops all earlier batches."""
         with contextlib.suppress(queue.Empty):
             while anew:
                 self._batches.get_nowait()
         self._answers.get(number, queue.SimpleQueue()).put(result)
 
     def fail(self, error: bytes, number: int | None = None) -> None:
-        """Hand out the error of a call, or what has ended the worker."""
+        """Deliver the error of a call, or of the worker if ``number`` is ``None``."""
         if number is None:
             self._failure = partial(unpickled, error)
         else:
@@ -227,14 +227,13 @@ class WorkerHandle:
 
     def _kill(self) -> None:
         self.process.kill()
-        with contextlib.suppress(OSError):  # what its environment has started
+        with contextlib.suppress(OSError):  # children of its environment
             os.killpg(self.pid, signal.SIGKILL)
 
     def _ended(self) -> RuntimeError:
         if self._deadline < math.inf:
             return RuntimeError(SHUT_DOWN)
         return RuntimeError(
-            f"worker: expected process {self.pid} to collect, got its end with exit code "
-            f"{self.process.exitcode}; its own output may say why (a script has to be a file, with "
-            "if __name__ == '__main__')"
+            f"worker: expected process {self.pid} to run, got exit code {self.process.exitcode}; "
+            "see its output (a script must be a file with if __name__ == '__main__')"
         )
