@@ -135,7 +135,7 @@ def test_what_is_not_installed_is_listed_as_absent(run, monkeypatch, capsys):
     assert results["absent"]["Liger"] == "no_such_module is not installed"
     assert "torchrl" in results["absent"]
     assert results["skipped"].keys() == {"KLComputation", "retrieve_kl"}
-    assert results["skipped"]["retrieve_kl"] == "needs torchrl: not usable here"
+    assert results["skipped"]["retrieve_kl"] == "needs torchrl, which cannot be used here"
     assert rows(results).keys() == {"torch", "fusedrl"}
     assert "Liger: absent: no_such_module is not installed" in capsys.readouterr().out
 
@@ -156,7 +156,7 @@ def test_an_interrupt_keeps_what_was_measured(run, monkeypatch, capsys, tmp_path
     assert results["interrupted"] == "tripling 1000"
     assert results["failed"] == {}
     shown = capsys.readouterr().out
-    assert "interrupted in tripling 1000, which is left out" in shown
+    assert "interrupted during tripling 1000, which is not in the results" in shown
     assert f"wrote {tmp_path / 'bench.json'}" in shown
     assert (tmp_path / "bench.png").is_file()
     assert (tmp_path / "plots" / "doubling-light.svg").is_file() == plots
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
 def test_a_limit_that_is_over_before_the_first_case_is_a_failure(run):
     status, results = run({"fusedrl": double}, "--limit", "1e-9")
     assert (status, results["rows"]) == (1, [])
-    assert results["failed"] == {"the rest": "not started: 0 s were over"}
+    assert results["failed"] == {"remaining settings": "not started: limit of 0 s reached"}
 
 
 def many(op="doubling"):

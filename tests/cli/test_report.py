@@ -150,7 +150,7 @@ def test_a_page_ends_at_its_limit_of_tokens_and_says_so(score, monkeypatch):
     page = Page((out / "report.html").read_text(encoding="utf-8"))
     assert len(page.cells) <= 10
     assert re.search(r"[1-9]\d* more scored tokens of this chat are in tokens.parquet", page.text)
-    assert "A page has at most 10 tokens." in page.text
+    assert "The page shows at most 10 tokens." in page.text
 
 
 def test_values_that_are_not_finite_are_shown(tmp_path):
