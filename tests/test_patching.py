@@ -179,8 +179,9 @@ def test_a_missing_name_is_refused_before_anything_changes(toys, better):
     assert snapshot() == before
 
 
-def test_other_packages_are_reported_and_left_alone(toys, better):
+def test_other_packages_are_reported_and_left_alone(toys, better, monkeypatch):
     user = load("user", "import toys.shelf\nfrom toys import Toy as Mine")
+    monkeypatch.setitem(sys.modules, "another_name_of_user", user)
     user.toys = None
     old = user.Mine
     with replace("toys", [Replacement("toys.shelf", "Thing", better)]) as report:

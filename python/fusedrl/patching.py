@@ -254,19 +254,20 @@ def _holders(
 ) -> list[_Global]:
     """Globals that are one of the objects, in a package, or in all modules except packages ``but``.
 
-    A module with two names counts once; objects in ``sys.modules`` that are no modules are skipped.
+    A module with two names counts once, under the first: a script is ``__main__``, and also
+    ``__mp_main__``. Objects in ``sys.modules`` that are no modules are skipped.
     """
     ids = set(map(id, objects))
     modules = {
         id(module): (name, module)
-        for name, module in list(sys.modules.items())
+        for name, module in reversed(list(sys.modules.items()))
         if (package is None or _within(name, package))
         and not any(_within(name, other) for other in but)
         and issubclass(type(module), ModuleType)
     }
     return [
         (module, name, loaded)
-        for module, loaded in modules.values()
+        for module, loaded in reversed(modules.values())
         for name, value in list(_namespace(loaded).items())
         if id(value) in ids
     ]
