@@ -113,7 +113,7 @@ def train(
             )
             print(
                 "version {version:.0f} (newest {newest:.0f}): reward {reward:.2f}, "
-                "KL {kl:.1f} nats an answer".format(**history[-1]),
+                "KL {kl:.1f} nats per answer".format(**history[-1]),
                 flush=True,
             )
             began = done

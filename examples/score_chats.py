@@ -19,7 +19,7 @@ with tempfile.TemporaryDirectory() as folder:
     make_reference(reference, steps=20)
     make_reference(policy, steps=25)
     summary = score_chats(CHATS, str(policy), str(reference), out)
-    print(f"{len(summary.rows)} chats, mean KL {summary.mean('kl_mean'):.3f} nats a token")
+    print(f"{len(summary.rows)} chats, mean KL {summary.mean('kl_mean'):.3f} nats per token")
 
     tokens = parquet.read_table(out / "tokens.parquet")
     for row in tokens.sort_by([("kl", "descending")]).slice(length=5).to_pylist():

@@ -131,7 +131,7 @@ def main(updates: int) -> None:
             [span] = rollouts[0].outputs[0].weight_versions
             print(
                 f"weights {span.version}: reward {mean:.2f}, "
-                f"{difference:.4f} nats a token between engine and trainer"
+                f"{difference:.4f} nats per token between engine and trainer"
             )
             weights.update()
 

@@ -93,7 +93,7 @@ def test_the_engine_samples_from_another_policy(rollouts, policy):
     difference = (trainer - engine).abs()
     ratios = (trainer - engine).sum(-1).exp()
     print(
-        f"mean |difference| {difference.mean():.4f} nats a token, sequence ratios "
+        f"mean |difference| {difference.mean():.4f} nats per token, sequence ratios "
         f"{ratios.min():.2f} to {ratios.max():.2f}"
     )
     assert 0.005 < difference.mean() < 0.5

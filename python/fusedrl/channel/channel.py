@@ -216,7 +216,7 @@ class WeightChannel:
         Raises:
             ValueError: the weights have another layout (the message lists the differences), or the
                 version is not greater than the last one. Nothing has changed.
-            TimeoutError: readers hold all slots, or ranks did not call this; the message has them.
+            TimeoutError: readers hold all slots, or ranks are missing; the message names them.
             RuntimeError: another rank failed; nothing is published on any rank.
         """
         with self._ranks.step() as ranks:
@@ -276,8 +276,8 @@ class WeightChannel:
         held += [f"pid {pid} holds versions {leased}" for pid, _, leased, _ in readers if leased]
         raise TimeoutError(
             f"timeout: expected a free slot within {limit} s, got none of {len(self._views)}: "
-            f"{'; '.join(held) or 'readers have just released them'}; publish after the block, "
-            "release leases, or create the channel with more slots"
+            f"{'; '.join(held) or 'readers have just released them'}; leave the writing() "
+            "block, release leases, or create the channel with more slots"
         )
 
     def _polls(self, limit: float) -> Iterator[None]:

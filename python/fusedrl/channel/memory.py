@@ -74,7 +74,7 @@ def reserved(
         raise RuntimeError(
             f"channel: expected {slots} slots of {size} bytes ({slots * size}) on {device}, got "
             f"'{getattr(error, 'strerror', None) or error}'; use fewer slots (at least 2), "
-            "a narrower dtype such as torch.bfloat16, or raise the limit (ulimit -n of open files; "
-            "ulimit -v, or a container's, of memory)"
+            "a narrower dtype such as torch.bfloat16, or raise the limit (ulimit -n for files; "
+            "ulimit -v, or the container's, for memory)"
         ) from error
     return memory or HostMemory(end, size), end, session

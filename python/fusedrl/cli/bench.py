@@ -46,7 +46,7 @@ extra MiB: peak memory above the inputs"""
 
 EXAMPLES = """\
 examples:
-  fusedrl bench --quick                # one setting of each op, in two minutes
+  fusedrl bench --quick                # one setting of most ops, in two minutes
   fusedrl bench --op token_kl          # all settings of one op
   fusedrl bench --op token_kl --plots plots                 # with plots
   fusedrl bench --plots plots --from bench-out/bench.json   # only plots
@@ -68,7 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=whole_number, default=2, metavar="N", help="default: %(default)s")
     add("--seconds", type=positive, metavar="S", help="for each contender (2; quick: 0.1)")
     add("--limit", type=positive, metavar="S", help="start no setting after S seconds (quick: 100)")
-    add("--quick", action="store_true", help="one setting of each op, in at most two minutes")
+    add(
+        "--quick",
+        action="store_true",
+        help="one setting of each op that takes seconds, in two minutes",
+    )
     add("--peers", action="store_true", help="also time Liger and cut-cross-entropy, if installed")
     add("--out", type=Path, default="bench-out", metavar="DIR", help="default: %(default)s")
     add("--plots", type=Path, metavar="DIR", help="also write SVG plots to DIR")

@@ -33,6 +33,7 @@ examples:
 exit codes:
   0    all errors are within the allowed range
   1    an error is too large, or a kernel did not run
+  130  Ctrl-C
 """
 
 

@@ -27,6 +27,7 @@ examples:
 
 exit codes:
   0    all answers are scored
+  1    an answer was skipped
   2    the directory cannot be written, or the models cannot be scored
   130  Ctrl-C
 """

@@ -42,7 +42,7 @@ examples:
   fusedrl info --json       # the same for a program
 
 exit codes:
-  0    always, also if packages are missing
+  0    the facts are printed, also if packages are missing
 """
 
 

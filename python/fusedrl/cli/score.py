@@ -200,7 +200,7 @@ def _lines(figures: dict[str, Any], settings: Settings) -> Iterator[str]:
     yield f"{scored[0]} scored, {skipped}, {scored[1]}"
     for what, chats in figures.get("not_rendered", {}).items():
         yield f"{_count(chats, 'chat')} with {what} that the chat template does not render"
-    mean = f"mean KL {figures['kl_mean']:.4f} nats a token"
+    mean = f"mean KL {figures['kl_mean']:.4f} nats per token"
     if settings.estimator:
         mean += f" ({settings.estimator}, an estimate for tokens sampled from the policy)"
     if settings.forward_kl:
@@ -213,7 +213,7 @@ def _lines(figures: dict[str, Any], settings: Settings) -> Iterator[str]:
     if total := figures.get("rollout"):
         yield (
             f"{_count(total['chats'], 'chat')} with rollout log-probs: k1 {total['k1']:.4f}, k3 "
-            f"{total['k3']:.4f} nats a token, effective sample size {total['ess']:.1f} of "
+            f"{total['k3']:.4f} nats per token, effective sample size {total['ess']:.1f} of "
             f"{total['tokens']} tokens, largest ratio {total['max_ratio']:.4g}, "
             f"{total['clipped']:.2%} above {settings.rollout_bound:g}"
         )

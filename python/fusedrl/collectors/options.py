@@ -134,9 +134,9 @@ def check_whole(name: str, value: Any, least: int, optional: bool = True) -> Non
     if value is None and optional:
         return
     if not isinstance(value, SupportsIndex) or isinstance(value, bool | float):
-        raise TypeError(f"{name}: expected a whole number, {least} or more, got {value!r}")
+        raise TypeError(f"{name}: expected an int, {least} or more, got {value!r}; pass one")
     if operator.index(value) < least:
-        raise ValueError(f"{name}: expected {least} or more, got {value!r}")
+        raise ValueError(f"{name}: expected {least} or more, got {value!r}; pass a larger one")
 
 
 def check_total(name: str, value: Any) -> float:

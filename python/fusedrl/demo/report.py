@@ -38,7 +38,7 @@ def add_training(page: Path, batches: Sequence[dict[str, Any]], seconds: dict[st
         staleness=sum(behind) / len(behind),
         most=max(behind),
         reward=_plot("mean reward of an answer", versions, [batch["reward"] for batch in batches]),
-        kl=_plot("mean KL to the reference, nats an answer", versions, [b["kl"] for b in batches]),
+        kl=_plot("mean KL to the reference, nats per answer", versions, [b["kl"] for b in batches]),
         total=total,
         time="".join(parts),
     )

@@ -65,8 +65,8 @@ def causal_log_probs(
 
     Raises:
         TypeError: the model is not causal.
-        ValueError: lengths or mask do not fit the tokens, a sequence is longer than the model's
-            context, or an id is outside its vocabulary.
+        ValueError: lengths or mask do not fit the tokens, a sequence is longer than the
+            model's table of positions, or an id is outside its vocabulary.
 
     Example:
         >>> import torch

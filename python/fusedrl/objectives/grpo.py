@@ -69,7 +69,7 @@ class GRPOLoss(FusedLoss, _GRPOLoss):
             class; the others may also be set on an instance.
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
             :func:`fusedrl.models.causal_log_probs`.
-        share_prefixes: whether a prompt with several completions is computed once, see there.
+        share_prefixes: whether a prompt with several completions is computed once.
         average_tokens_across_devices: for a model that several ranks share (DDP, FSDP), take each
             mean over the tokens (or samples) of all ranks, as one process with all the data would:
             the loss of a rank is multiplied by its share of the tokens and the number of ranks, as

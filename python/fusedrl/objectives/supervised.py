@@ -88,7 +88,7 @@ class SFTLoss(_HistoryLoss, _SFTLoss):
             class; the others may also be set on an instance.
         max_tokens_per_forward: largest number of tokens in one forward pass of the model, see
             :func:`fusedrl.models.causal_log_probs`.
-        share_prefixes: whether common prefixes of conversations are computed once, see there.
+        share_prefixes: whether common prefixes of conversations are computed once.
 
     Example:
         >>> import torch

@@ -192,9 +192,9 @@ def check_counted_on_host(mask: Tensor | None, shift: bool, device: torch.device
     if (mask is not None or shift) and is_capturing(device):
         got = "shift=True" if mask is None else "a mask"
         raise RuntimeError(
-            "mask: expected None, and shift=False, in the capture of a CUDA graph, in which the "
-            f"host cannot wait for the number of kept rows, got {got}; pass only the kept rows, or "
-            "call the op outside the capture"
+            "mask, shift: expected None and False in the capture of a CUDA graph, where the host "
+            f"cannot read the number of kept rows, got {got}; pass only the kept rows, or call the "
+            "op outside the capture"
         )
 
 
@@ -203,7 +203,7 @@ def _number(name: str, value: object, low: float, high: float, remedy: str) -> f
     if number is None:
         raise TypeError(
             f"{name}: expected a real number or a floating-point tensor of one element, "
-            f"got {kind(value)}; convert it with float()"
+            f"got {kind(value)}; pass a number"
         )
     _check_range(name, number, low, high, remedy)
     return float(number)

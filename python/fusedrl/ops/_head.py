@@ -114,6 +114,6 @@ def _positive(name: str, value: float | None, default: float) -> float:
     if number is None or not low <= number <= high:
         raise ValueError(
             f"{name}: expected a number from {low:g} to {high:g}, got {value!r}; "
-            "leave it out for none"
+            f"leave it out for no {name}"
         )
     return float(number)

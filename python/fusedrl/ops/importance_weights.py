@@ -75,7 +75,7 @@ def importance_weights(
     high: float | Tensor | None = 2.0,
     nan: str = "propagate",
 ) -> ImportanceWeights:
-    """Weights ``exp(d)``, ``d = log_probs - rollout_log_probs`` up to 20, without a gradient.
+    """Weights ``exp(min(d, 20))``, ``d = log_probs - rollout_log_probs``, without a gradient.
 
     Args:
         log_probs: under the trained policy: padded ``[B, T]``, packed ``[N]``, or nested.

@@ -75,7 +75,7 @@ def turn_of(name: str, given: Any) -> Turn:
     if isinstance(content, list):
         message["content"] = "".join(_text_of_part(f"{name}.content", part) for part in content)
     elif content is None and "tool_calls" not in message:
-        raise ValueError(f"{name}: no content and no tool_calls")
+        raise ValueError(f"{name}: expected content or tool_calls, got neither")
     elif not isinstance(content, str | None):
         raise ValueError(f"{name}.content: expected a string, got {brief(content)}")
     return Turn(message, all(weights))

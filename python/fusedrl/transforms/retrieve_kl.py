@@ -58,7 +58,7 @@ class RetrieveKL(_RetrieveKL):
 
     Attributes:
         takes_policy: whether the policy is that of a collector. Each turn is then scored with the
-            version of the weights that generated it, also in an ``AsyncEnvPool`` of threads.
+            version of the weights that generated it.
 
     Raises:
         ValueError: a model is missing, passed twice or not a log-prob wrapper, or the two models

@@ -18,8 +18,8 @@ class EngineWeights:
     """Loads the versions of a weight channel into a vLLM engine.
 
     An update that is refused leaves the engine unchanged. A load that fails midway is repeated; if
-    that fails too, the engine answers nothing until an update succeeds. The channel's version
-    numbers are used here, in the engine, and in ``CompletionOutput.weight_versions``.
+    that fails too, the engine keeps its version, or answers nothing until an update succeeds. The
+    channel numbers the versions here, in the engine and in ``CompletionOutput.weight_versions``.
 
     Args:
         channel: a channel with the weights of the engine's model, under the names of its
