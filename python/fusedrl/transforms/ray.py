@@ -299,19 +299,14 @@ class RayRetrieveKL(_ActorTransform):
 class RayKLRewardTransform(_ActorTransform):
     """:class:`fusedrl.KLRewardTransform` in a Ray actor, whose model several environments share.
 
-    A drop-in for :class:`torchrl.envs.llm.transforms.RayKLRewardTransform`, which fails in an
-    environment. See :class:`fusedrl.RayRetrieveKL` for what is sent and when the actor ends.
+    A drop-in for :class:`torchrl.envs.llm.transforms.RayKLRewardTransform`, which does not work in
+    an environment. Arguments that are not listed are those of :class:`fusedrl.RayRetrieveKL`, which
+    also describes what is sent and when the actor ends.
 
     Args:
         ref_model: the reference as a log-prob wrapper, copied to the actor.
         ref_model_factory: a function that makes ``ref_model`` in the actor, importable there.
-        num_cpus: CPUs that Ray reserves for the actor, 1 by default.
-        num_gpus: GPUs that Ray reserves for the actor.
-        device: device of the model in the actor. Results are on the device of the data.
-        actor_name: name of the actor, which is started unless it is running. The arguments of a
-            running actor are kept, and the ones passed here are ignored.
-        **kwargs: arguments of :class:`fusedrl.KLRewardTransform`, and ``ray_actor_options`` as for
-            :class:`fusedrl.RayRetrieveKL`.
+        **kwargs: arguments of :class:`fusedrl.KLRewardTransform`, and ``ray_actor_options``.
 
     Raises:
         ImportError: Ray is not installed.

@@ -53,19 +53,15 @@ def exact_kl(
 
     With the policy :math:`p = \mathrm{softmax}(\text{logits} / \text{temperature})`, the reference
     :math:`q` likewise and :math:`m = (1 - \beta) p + \beta q`, in nats:
-    ``"reverse"`` :math:`KL(p \| q) = \sum_v p_v (\log p_v - \log q_v)`,
-    ``"forward"`` :math:`KL(q \| p)`,
-    ``"jensen_shannon"`` :math:`(1 - \beta) KL(p \| m) + \beta KL(q \| m)`, with
-    :math:`\beta = 1/2` at most :math:`\log 2`.
-    This is the generalised Jensen-Shannon divergence of on-policy distillation (GKD) with the
-    student as policy and the teacher as reference. As there, ``beta=0`` means the forward KL and
-    ``beta=1`` the reverse KL. Neither is a limit: the divergence goes to 0 at both ends, like
-    :math:`\beta KL(q \| p)` and :math:`(1 - \beta) KL(p \| q)`.
 
-    The op reads every kept row of both once, or twice for Jensen-Shannon, which needs the
-    normalizers first. It accumulates in float32 or better and stores nothing of the size of the
-    logits. Each side gets a gradient in its dtype if it requires one; the backward pass recomputes
-    the softmax.
+    - ``"reverse"``: :math:`KL(p \| q) = \sum_v p_v (\log p_v - \log q_v)`
+    - ``"forward"``: :math:`KL(q \| p)`
+    - ``"jensen_shannon"``: :math:`(1 - \beta) KL(p \| m) + \beta KL(q \| m)`, the divergence of
+      on-policy distillation (GKD) with the student as policy. ``beta=0`` means the forward KL and
+      ``beta=1`` the reverse KL, which are not its limits: it goes to 0 at both ends.
+
+    Sums are float32 or better, and nothing of the size of the logits is stored. Each side gets a
+    gradient in its dtype if it requires one.
 
     In KL(p || q), a class with p = 0 (a logit of -inf, or underflow) adds 0, and one with only
     q = 0 makes the KL +inf. The gradient of a -inf logit is 0; other gradients of an infinite KL

@@ -48,14 +48,12 @@ def linear_exact_kl(
 
     It is the divergence of :func:`exact_kl`. The policy's logits are
     ``scale * (hidden @ weight.T + bias)``, capped to ``softcap * tanh(logits / softcap)`` if a
-    softcap is given; the reference's are computed in the same way. Both exist one tile at a time
-    (see :func:`linear_token_log_probs`), and only for the kept rows. The backward pass recomputes
-    them, and so does the Jensen-Shannon divergence, which needs the normalizers first; if the
-    logits of both sides are below the limit given there, they are stored instead. Gradients are
-    computed only for tensors that require them.
+    softcap is given; the reference's are computed in the same way. Both exist one tile at a time,
+    and are stored or recomputed as in :func:`linear_token_log_probs`. Gradients are computed only
+    for tensors that require them.
 
-    In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
-    the gradients of logits to bfloat16 before the matrix products, which is faster.
+    Arguments that are not listed are those of :func:`exact_kl`; ``batch_invariant`` is that of
+    :func:`linear_token_log_probs`.
 
     Args:
         hidden: the policy's, ``[N, H]`` packed, ``[B, T, H]`` padded, or jagged ``[B, j, H]``;
@@ -63,12 +61,6 @@ def linear_exact_kl(
         weight: ``[V, H]`` of the dtype of ``hidden``.
         ref_hidden: the reference's, of the same tokens and dtype; its width ``ref_H`` may differ.
         ref_weight: ``[V, ref_H]``.
-        mask: bool ``[N]``, ``[B, T]`` or jagged; ``None`` keeps all. A dropped token has divergence
-            exactly 0, and its hidden states are not read.
-        direction: ``"reverse"`` KL(policy || reference), ``"forward"`` or ``"jensen_shannon"``.
-        beta: the reference's share of the mixture, only for ``"jensen_shannon"``, as in
-            :func:`exact_kl`; ``None`` means 1/2.
-        entropy: also compute the policy's entropy of each kept row, with gradient.
         classes: use only this many classes, the first ones, as in :func:`exact_kl`; with ``None``
             both heads need the same ``V``.
         bias: ``[V]`` of the policy's head, of the dtype of ``weight``.
@@ -77,14 +69,6 @@ def linear_exact_kl(
         ref_softcap: positive bound of the reference's logits.
         scale: positive factor of the policy's logits.
         ref_scale: positive factor of the reference's logits.
-        offsets: int64 ``[B + 1]``, where each sequence of a packed batch starts and ends.
-        shift: token *i* reads row *i - 1* of its sequence instead of row *i*; the first token of
-            every sequence has divergence 0. Packed hidden states then need ``offsets``.
-        temperature: divisor of both logits, from 1e-30 to 1e30. No gradient flows to it.
-        batch_invariant: multiply rows in blocks of a fixed size, so that the result of a row is
-            bitwise independent of the rest of the batch.
-        impl: ``"auto"`` uses the device's compiled kernel, or falls back to plain torch; ``"cpu"``
-            and ``"cuda"`` require the kernel, ``"reference"`` uses plain torch.
 
     Returns:
         :class:`ExactKL` of float32 ``[N]``, ``[B, T]`` or jagged like the hidden states.

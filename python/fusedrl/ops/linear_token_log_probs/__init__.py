@@ -35,16 +35,13 @@ def linear_token_log_probs(
 
     With ``x = scale * (hidden @ weight.T + bias)``, ``x = softcap * tanh(x / softcap)`` if a
     softcap is given, and ``z = x / temperature``, it is :math:`z_{y} - \log\sum_v e^{z_v}`. Only
-    kept rows are multiplied, and logits exist one float32 tile at a time: 512 KiB per CPU thread
-    (4 MiB in the backward pass, plus copies of the kept hidden states and of a tile's weights), at
-    most 256 MiB on CUDA (plus 512 MiB of half-precision gradients), none with Triton.
+    kept rows are multiplied, and logits exist one float32 tile at a time: at most 512 KiB per CPU
+    thread (4 MiB in the backward pass), 256 MiB on CUDA (plus 512 MiB of half-precision gradients).
 
-    The backward pass recomputes the logits, unless those of the kept rows take at most 256 MiB
-    (environment variable ``FUSEDRL_STORED_MIB``; on a CPU also at most the larger of 64 MiB and the
-    head's float32 gradient): then they are stored, except with ``batch_invariant`` or under
-    ``torch.compile``. With a frozen head and no ``entropy``, the forward pass already computes what
-    the gradient needs. Gradients are summed in float32 and rounded once. On CUDA, a mask, or a
-    shift of packed rows, makes the host wait for the number of kept rows.
+    The backward pass recomputes the logits. Up to 256 MiB of them (environment variable
+    ``FUSEDRL_STORED_MIB``) are stored instead, except with ``batch_invariant`` or under
+    ``torch.compile``. Gradients are summed in float32 and rounded once. On CUDA, a mask, or a shift
+    of packed rows, makes the host wait for the number of kept rows.
 
     In bfloat16 on a CPU with AVX512-BF16, ``torch.set_float32_matmul_precision("medium")`` rounds
     the gradients of logits to bfloat16 before the matrix products, which is faster.
