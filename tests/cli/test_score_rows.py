@@ -71,7 +71,10 @@ BAD = {
         r"got the roles ['\x1b[2J']",
     ),
     "no role": (messages({"content": "hi"}, SAID), "messages[0]"),
-    "no content": (messages(USER, {"role": "assistant"}), "messages[1]: expected content or tool_calls"),
+    "no content": (
+        messages(USER, {"role": "assistant"}),
+        "messages[1]: expected content or tool_calls",
+    ),
     "content is a number": (
         messages(USER, {"role": "assistant", "content": 5}),
         "messages[1].content: expected a string, got 5",
