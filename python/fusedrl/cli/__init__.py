@@ -81,7 +81,8 @@ def _run(argv: list[str], named: str) -> int:
             )
             if name == named:
                 module = importlib.import_module(f"fusedrl.cli.{name}")
-                module.add_arguments(chosen := command)
+                chosen = command
+                module.add_arguments(command)
                 command.epilog = module.EXAMPLES
                 command.set_defaults(run=module.run)
         args, unknown = parser.parse_known_args(argv or ["--help"])

@@ -202,10 +202,10 @@ def _tokenized(chat: Chat, text: str, renderer: Renderer, context: int | None) -
         raise ChatError(chat.where, "no tokens to score: the template renders no assistant text")
     texts = [text[start:end] for start, end in pairwise(ends)]
     made = TokenizedChat(chat, encoded["input_ids"], texts, turn_of, _rollout(chat, turn_of))
-    return made._replace(not_rendered=_not_rendered(chat, renderer, {*turn_of}))
+    return made._replace(not_rendered=_unrendered_context(chat, renderer, {*turn_of}))
 
 
-def _not_rendered(chat: Chat, renderer: Renderer, scored: set[int]) -> frozenset[str]:
+def _unrendered_context(chat: Chat, renderer: Renderer, scored: set[int]) -> frozenset[str]:
     """The parts of the context that the template does not render, found by probes in the text."""
     probes: dict[str, str] = {}
 
