@@ -91,7 +91,8 @@ def _run(argv: list[str], named: str) -> int:
         return args.run(args)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        from fusedrl.cli.info import PACKAGES, requirement  # imports torch
+        from fusedrl.cli.info import PACKAGES  # imports torch
+        from fusedrl.compat.requirements import requirement
 
         if package not in PACKAGES:
             raise

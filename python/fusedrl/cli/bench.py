@@ -20,7 +20,8 @@ import torch
 from fusedrl.benchmarks import harness, peers  # pyright: ignore[reportMissingImports]
 from fusedrl.benchmarks import results as files  # pyright: ignore[reportMissingImports]
 from fusedrl.cli import table
-from fusedrl.cli.info import collect, requirement
+from fusedrl.cli.info import collect
+from fusedrl.compat.requirements import requirement
 
 FOLDER = Path(harness.__file__).resolve().parent
 OPS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))

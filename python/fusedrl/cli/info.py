@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 import fusedrl
 from fusedrl import native
 from fusedrl.cli import table
+from fusedrl.compat.requirements import requirement
 
 # Package -> the part of fusedrl that needs it.
 PACKAGES = {
@@ -100,15 +101,6 @@ def missing() -> dict[str, str]:
             continue
         found[package] = f'{why}; needed for {purpose}: `pip install "{wanted}"`'
     return found | _missing_for_gpus()
-
-
-def requirement(package: str) -> str:
-    """The requirement of a package for pip, with the tested versions in fusedrl's metadata."""
-    lines = []
-    with suppress(metadata.PackageNotFoundError):  # fusedrl runs from a directory on PYTHONPATH
-        lines = metadata.requires("fusedrl") or []
-    versions = next((r.specifier for r in map(Requirement, lines) if r.name == package), ())
-    return package + ",".join(sorted(map(str, versions), reverse=True))  # lower bound first
 
 
 def _version(package: str) -> str | None:

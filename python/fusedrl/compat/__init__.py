@@ -15,5 +15,5 @@ In ``pyproject.toml`` each of these libraries has an upper bound, the first mino
 tests have not passed with: a release that drops a name can fail in the middle of a training run,
 and one that keeps a name and changes its meaning fails nowhere. To admit a release, run the tests
 with it, then raise the bound. torch has no bound, since its build is chosen for a GPU and a driver,
-and accelerate is not required.
+and accelerate is not required. ``requirements.py`` reads the bounds for error messages.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedrl.compat.requirements import requirement
 from fusedrl.compat.trl import COMPACTS, LOG_PROBS, LOSS
 from fusedrl.ops._autograd import first_derivative_only
 from fusedrl.ops.token_log_probs import TokenLogProbs, normalizers, token_log_probs
@@ -288,9 +289,11 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
         if problem is None:
             replacements.append(Replacement(_HOMES[name], name, fused))
         elif names is not None:
-            raise ValueError(f"names: {problem}; leave {name} out, or install {_tested_trl()}")
+            raise ValueError(f"names: {problem}; leave {name} out, or install {requirement('trl')}")
         else:
-            logger.warning("patch_trl: %s; not patched; tested with %s", problem, _tested_trl())
+            logger.warning(
+                "patch_trl: %s; not patched; tested with %s", problem, requirement("trl")
+            )
     if any(r.name == _HEAD for r in replacements) and hasattr(import_module(_UTILS), COMPACTS):
         from fusedrl.integrations.trl_head import gets_scored_rows
 
@@ -301,7 +304,7 @@ def patch_trl(names: Iterable[str] | None = None, *, share_prefixes: bool = True
 def _replacement_of(name: str) -> tuple[Any, str | None]:
     """The replacement for a name of TRL, and the reason if it cannot be replaced."""
     if find_spec("trl") is None:
-        raise ImportError(f'trl: expected it to be installed; pip install "{_tested_trl()}"')
+        raise ImportError(f"trl: expected it to be installed; pip install '{requirement('trl')}'")
     try:
         theirs = attrgetter(name)(import_module(_HOMES[name]))
     except Exception as error:
@@ -326,15 +329,6 @@ def _replacement_of(name: str) -> tuple[Any, str | None]:
         expected = _arguments(theirs)
         same = expected == _arguments(fused)[: len(expected)]
     return fused, None if same else f"{name} has other arguments in the installed TRL"
-
-
-def _tested_trl() -> str:
-    """The tested versions of TRL, as a requirement for pip."""
-    try:
-        lines = metadata.requires("fusedrl") or []
-    except metadata.PackageNotFoundError:  # fusedrl runs from a folder on PYTHONPATH
-        lines = []
-    return next((line.partition(";")[0].strip() for line in lines if line.startswith("trl")), "trl")
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
